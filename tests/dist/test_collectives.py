@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -225,28 +226,36 @@ def locate() -> None:
             if late:
                 work.wait()
             torch.testing.assert_close((values, indices), expected, rtol=0, atol=0, equal_nan=True)
-        values, indices = pairs(rank, dtype)
-        comm.reduce((values, indices), 1, op)
-        torch.testing.assert_close(
-            (values, indices), expected if rank == 1 else pairs(rank, dtype), rtol=0, atol=0, equal_nan=True
-        )
+            values, indices = pairs(rank, dtype)
+            work = comm.reduce((values, indices), 1, op, async_op=late)
+            if late:
+                work.wait()
+            torch.testing.assert_close(
+                (values, indices), expected if rank == 1 else pairs(rank, dtype), rtol=0, atol=0, equal_nan=True
+            )
+            scattered(comm, op, dtype, late)
         together = torch.stack([part.to(torch.float64) for part in pairs(rank, dtype)], dim=-1)
         comm.all_reduce(together, op)
         torch.testing.assert_close(together[:, 0].to(dtype), expected[0], rtol=0, atol=0, equal_nan=True)
         assert together[:, 1].tolist() == expected[1].tolist()
-        scattered(comm, op, dtype)
 
 
-def scattered(comm: Any, op: Any, dtype: torch.dtype) -> None:
-    """Run reduce_scatter_tensor on pairs of values and indices. The values of a rank are equal; the last rank's win."""
+def scattered(comm: Any, op: Any, dtype: torch.dtype, late: bool) -> None:
+    """Scatter reductions of pairs of values and indices. The values of a rank are equal; the last rank's win."""
     rank, size = comm.get_rank(), comm.get_world_size()
     sign = 1 if op is comm.ReduceOp.MINLOC else -1
     values = torch.full((size, 2), sign * (5 - rank), dtype=dtype)
     indices = torch.arange(2 * size).view(size, 2) + 100 * rank
-    best, place = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=torch.int64)
-    comm.reduce_scatter_tensor((best, place), (values, indices), op)
-    assert best.tolist() == [sign * (6 - size)] * 2
-    assert place.tolist() == [2 * rank + 100 * (size - 1), 2 * rank + 1 + 100 * (size - 1)]
+    for scatter, source in (
+        (comm.reduce_scatter_tensor, (values, indices)),
+        (comm.reduce_scatter, list(zip(values, indices, strict=True))),
+    ):
+        best, place = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+        work = scatter((best, place), source, op, async_op=late)
+        if late:
+            work.wait()
+        assert best.tolist() == [sign * (6 - size)] * 2
+        assert place.tolist() == [2 * rank + 100 * (size - 1), 2 * rank + 1 + 100 * (size - 1)]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -451,7 +460,7 @@ def out_of_order() -> None:
     """Wait for works in any order, poll them, and turn them into futures, while the rank does other work."""
     from windlass.compat import collectives as comm
 
-    rank = comm.get_rank()
+    rank, size = comm.get_rank(), comm.get_world_size()
     ops = [comm.ReduceOp.LXOR, comm.ReduceOp.SUM, comm.ReduceOp.AVG, comm.ReduceOp.BAND, comm.ReduceOp.PRODUCT]
     tensors = [torch.full((3,), rank + 1, dtype=dtype) for dtype in (torch.int16, torch.complex64, torch.bfloat16)]
     tensors += [torch.full((3,), rank + 1, dtype=torch.int8), torch.full((2,), rank + 1.0).to(torch.float8_e5m2)]
@@ -470,7 +479,7 @@ def out_of_order() -> None:
         work.wait()
         assert work.wait(timedelta(seconds=5)) is not False
     results = [item.to(torch.complex64)[0].real.item() for item in tensors]
-    assert results == [1 ^ 1 ^ 1, 6, 2, 1 & 2 & 3, 6]
+    assert results == [size % 2, size * (size + 1) / 2, (size + 1) / 2, 0, math.factorial(size)]
 
 
 def test_asynchronous_works_complete_in_any_order() -> None:

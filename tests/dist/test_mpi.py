@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.dist import parallel_runs
 from tests.dist import test_collectives as collectives
+from tests.dist import test_compressed_collectives as compressed
+from tests.dist import test_compressed_lists as compressed_lists
 from tests.dist import test_diloco as diloco
 from tests.dist import test_one_bit_adam as one_bit
 from tests.dist import test_one_bit_lamb as lamb
 from tests.dist import test_power_sgd as power_sgd
+from tests.dist import test_quantized_messages as zero_plus
 from tests.dist import test_zero_one_adam as zero_one
+from tests.dist.device_tensor import DeviceTensor, EmulatedGpu
 from tests.dist.equivalence_runs import Setting, complaints, expected, train_rank
 from tests.dist.harness import run_ranks
 from tests.dist.mpi_ranks import MpiWorld
+from tests.dist.quick_rows import in_shares
 from tests.dist.test_gloo_collective_support import what_works
 from tests.dist.test_one_bit_adam import one_thread  # noqa: F401 - a fixture
 from tests.oracle import Recipe
 from windlass.observe.environment.backend_support import collective_support, operator_support
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def mpi(request: pytest.FixtureRequest) -> Iterator[MpiWorld]:
-    world = MpiWorld(request.param)
-    yield world
-    world.close()
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[int, MpiWorld]]:
+    started: dict[int, MpiWorld] = {}
+    yield started
+    for world in started.values():
+        world.close()
+
+
+@pytest.fixture(params=[2, 4])
+def mpi(request: pytest.FixtureRequest, worlds: dict[int, MpiWorld]) -> MpiWorld:
+    if request.param not in worlds:
+        worlds[request.param] = MpiWorld(request.param)
+    return worlds[request.param]
 
 
 def call_everything() -> int:
@@ -40,12 +56,50 @@ def call_everything() -> int:
     collectives.locate()
     collectives.move_everything()
     collectives.exchange_everything()
+    collectives.talk_in_pairs()
+    collectives.premultiply()
+    collectives.out_of_order()
     move_uneven()
     return cases
 
 
 def test_collectives_equal_the_plain_ones(mpi: MpiWorld) -> None:
     assert mpi.run(call_everything)[0] > 15
+
+
+@pytest.mark.slow
+def test_every_operator_on_every_dtype_equals_the_plain_reduction(mpi: MpiWorld) -> None:
+    assert mpi.run(collectives.reduce_everything, "gloo", timeout=300.0)[0] > 150
+
+
+@pytest.mark.parametrize("mpi", [4], indirect=True)
+def test_groups_use_global_ranks(mpi: MpiWorld) -> None:
+    mpi.run(collectives.sub_groups)
+
+
+@pytest.mark.parametrize("mpi", [2], indirect=True)
+def test_invalid_arguments_are_refused_before_anything_is_sent(mpi: MpiWorld) -> None:
+    mpi.run(collectives.refuse_everything)
+
+
+def miss_a_barrier() -> str:
+    """Return this rank's error of a monitored barrier in which the last rank does not take part."""
+    from datetime import timedelta
+
+    from windlass.compat import collectives as comm
+
+    text = ""
+    if comm.get_rank() < comm.get_world_size() - 1:
+        with pytest.raises(RuntimeError) as caught:
+            comm.monitored_barrier(timeout=timedelta(seconds=0.3), wait_all_ranks=True)
+        text = str(caught.value)
+    comm.barrier()
+    return text
+
+
+@pytest.mark.parametrize("mpi", [2], indirect=True)
+def test_monitored_barrier_names_the_missing_rank(mpi: MpiWorld) -> None:
+    assert "missing after 0 s: rank 1" in mpi.run(miss_a_barrier)[0]
 
 
 def move_uneven() -> None:
@@ -159,6 +213,101 @@ def test_tensors_that_do_not_fit_are_refused_before_mpi_writes_to_them(mpi: MpiW
     assert texts[6].startswith("all_to_all_single over MPI: [3, 3] are not 2 numbers that add up to the 4 rows")
 
 
+Put = Callable[[torch.Tensor], torch.Tensor]
+
+
+def device_calls(group: Any, put: Put, dtype: torch.dtype) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Yield the name and the outputs of every method of the process group that moves tensors. `put` moves its inputs
+    and outputs to a device."""
+    rank, size = group.rank(), group.size()
+    last, before, following = size - 1, (rank - 1) % size, (rank + 1) % size
+    average, reduce, root = dist.AllreduceOptions(), dist.ReduceOptions(), dist.BroadcastOptions()
+    average.reduceOp, reduce.rootRank, root.rootRank = dist.ReduceOp.AVG, last, last
+
+    def own(*shape: int) -> torch.Tensor:
+        return put((torch.arange(torch.Size(shape).numel()) + 3.0 * rank).view(shape).to(dtype))
+
+    def blank(*shape: int) -> torch.Tensor:
+        return put(torch.zeros(shape, dtype=dtype))
+
+    def each(make: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        return [make(3) for _ in range(size)]
+
+    def wait(name: str, work: Any, *outputs: torch.Tensor) -> tuple[str, list[torch.Tensor]]:
+        work.wait()
+        return name, list(outputs)
+
+    for name, tensor in (("all_reduce", own(2, 3)), ("all_reduce of columns", own(2, 3).t())):
+        yield wait(name, group.allreduce([tensor]), tensor)
+    tensor = own(3)
+    yield wait("average", group.allreduce([tensor], average), tensor)
+    tensor = own(3)
+    yield wait("reduce", group.reduce([tensor], reduce), tensor)
+    tensor = blank(3)
+    yield wait("reduce_scatter", group.reduce_scatter([tensor], [each(own)]), tensor)
+    tensor = blank(3)
+    yield wait("reduce_scatter_tensor", group.reduce_scatter_single(tensor, own(size, 3)), tensor)
+    tensor = own(3)
+    yield wait("broadcast", group.broadcast([tensor], root), tensor)
+    parts = each(blank)
+    yield wait("all_gather", group.allgather([parts], [own(3)]), *parts)
+    tensor = blank(size, 3)
+    yield wait("all_gather_into_tensor", group.all_gather_single(tensor, own(3)), tensor)
+    tensor = blank(3, size).t()
+    yield wait("all_gather into columns", group.all_gather_single(tensor, own(3)), tensor)
+    parts = each(blank)
+    yield wait("gather", group.gather([parts] if rank == last else [], [own(3)], root), *parts)
+    tensor = blank(3)
+    yield wait("scatter", group.scatter([tensor], [each(own)] if rank == last else [], root), tensor)
+    tensor = blank(size, 2)
+    yield wait("all_to_all_single", group.all_to_all_single(tensor, own(size, 2), [], []), tensor)
+    parts = each(blank)
+    yield wait("all_to_all", group.alltoall(parts, each(own)), *parts)
+    sent, tensor = group.send([own(3)], following, 0), blank(3)
+    yield wait("recv", group.recv([tensor], before, 0), tensor)
+    sent.wait()
+
+
+def stage(cuda_aware: bool) -> None:
+    """Check the results for tensors of an emulated GPU, and that MPI uses host memory unless it is CUDA-aware."""
+    from datetime import timedelta
+
+    from mpi4py import MPI
+
+    from windlass.comm import mpi_elements, mpi_process_group
+
+    group = mpi_process_group.MpiProcessGroup(MPI, MPI.COMM_WORLD.Dup(), cuda_aware, timedelta(seconds=20))
+    spec, where = mpi_elements.mpi_spec, ""
+
+    def checked(mpi: Any, memory: torch.Tensor, *counts: Any) -> Any:
+        assert isinstance(memory, DeviceTensor) == cuda_aware, (where, "memory for MPI")
+        assert not (cuda_aware and gpu.pending), (where, "MPI does not wait for the stream")
+        return spec(mpi, memory, *counts)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        wanted = dict(device_calls(group, lambda tensor: tensor, dtype))
+        with (
+            EmulatedGpu() as gpu,
+            patch.object(mpi_elements, "mpi_spec", checked),
+            patch.object(mpi_process_group, "mpi_spec", checked),
+        ):
+            calls = device_calls(group, gpu.put, dtype)
+            for where in wanted:
+                gpu.copies.clear()
+                name, outputs = next(calls)
+                assert name == where and bool(gpu.copies) != cuda_aware, (where, gpu.copies)
+                assert all(tensor.device.type == "cuda" for tensor in outputs)
+                for found, expected in zip(outputs, wanted[where], strict=True):
+                    assert found.tolist() == expected.tolist(), (where, dtype)
+    group.shutdown()
+
+
+@pytest.mark.parametrize("mpi", [2], indirect=True)
+@pytest.mark.parametrize("cuda_aware", [False, True])
+def test_gpu_tensors_are_staged_unless_mpi_is_cuda_aware(mpi: MpiWorld, cuda_aware: bool) -> None:
+    mpi.run(stage, cuda_aware)
+
+
 def train(recipe: Recipe) -> list[Any]:
     """Train at every stage over MPI."""
     over_mpi = (("comm", {"backend": "mpi", "transport": "mpi"}),)
@@ -173,40 +322,169 @@ def test_ranks_train_as_one_process(mpi: MpiWorld, precision: str) -> None:
         assert not complaints(list(actual), wanted, recipe)
 
 
-ONE_BIT = [one_bit.Case(0, transport="mpi"), one_bit.Case(2, transport="mpi", accumulation=2)]
-ZERO_ONE = [replace(zero_one.CASE, transport="mpi", stage=stage) for stage in (0, 1)]
-LAMB = [replace(lamb.CASE, transport="mpi", stage=stage) for stage in (0, 2)]
-DILOCO = [
-    replace(diloco.CASE, transport="mpi"),
-    diloco.with_params(
-        replace(diloco.CASE, transport="mpi"), codec="identity", fragments=2, overlap_steps=2, mixing=0.5
-    ),
+PARALLEL = [
+    parallel_runs.Case("llama", (("pp", 2),), stage=1, accumulation=2),
+    parallel_runs.Case("gpt2", (("tp", 2),), stage=3, tied=True),
+    parallel_runs.Case("llama", (("sp", 2),), stage=2),
+    parallel_runs.Case("llama", (("sp", 2),), stage=3, sequence="ring"),
+    parallel_runs.Case("mixtral", (("ep", 2),), stage=2),
+    parallel_runs.Case("llama", (("pp", 2), ("tp", 2)), stage=3, tied=True, accumulation=2),
+    parallel_runs.Case("mixtral", (("ep", 2), ("sp", 2)), stage=3, sequence="ring"),
+    parallel_runs.Case("llama", (("pp", 2),), stage=2, world=4, accumulation=4),
 ]
 
 
-def train_compressed(folder: str) -> dict[str, Any]:
+# Call of MPI that carries the messages of an axis.
+MESSAGES = {"pp": "send", "tp": "all_reduce", "ulysses": "all_to_all_single", "ring": "send", "ep": "all_to_all_single"}
+
+
+def train_parallel(case: parallel_runs.Case) -> tuple[parallel_runs.Found, set[str]]:
+    """Train two steps. Return the trace, and the names of the calls of MPI."""
+    from windlass.comm.mpi_process_group import MpiProcessGroup
+
+    calls, start = set[str](), MpiProcessGroup._start
+
+    def noted(group: MpiProcessGroup, name: str, *more: Any) -> Any:
+        calls.add(name.split()[0])
+        return start(group, name, *more)
+
+    with patch.object(MpiProcessGroup, "_start", noted):
+        return parallel_runs.train(case, 2), calls
+
+
+@pytest.mark.parametrize(
+    ("mpi", "case"),
+    [
+        pytest.param(case.ranks, replace(case, transport="mpi"), marks=[pytest.mark.slow] if number else [])
+        for number, case in enumerate(PARALLEL)
+    ],
+    indirect=["mpi"],
+    ids=str,
+)
+def test_parallel_ranks_train_as_one_process(mpi: MpiWorld, case: parallel_runs.Case) -> None:
+    by_rank = mpi.run(train_parallel, case)
+    parallel_runs.hold_all(case, [found for found, _ in by_rank], parallel_runs.plain, 2)
+    for axis, _ in case.axes:
+        call = MESSAGES[case.sequence if axis == "sp" else axis]
+        assert all(call in calls for _, calls in by_rank), (axis, by_rank[0][1])
+
+
+# ------------------------------------------------------------------------------------------------ compressed messages
+
+
+@pytest.mark.parametrize(
+    ("mpi", "codecs"),
+    [
+        (2, ("identity", "sign")),
+        *(
+            pytest.param(ranks, (*compressed.CODECS, *compressed.OTHER_CODECS), marks=pytest.mark.slow)
+            for ranks in (2, 4)
+        ),
+    ],
+    indirect=["mpi"],
+)
+def test_compressed_collectives_equal_their_explicit_computation(mpi: MpiWorld, codecs: tuple[str, ...]) -> None:
+    counts = mpi.run(compressed.all_cases, "mpi", codecs, timeout=240.0)
+    assert counts == [len(codecs) * len(compressed.SHAPES) * len(compressed.DTYPES)] * mpi.world
+    assert max(mpi.run(compressed.beside_plain, "mpi")) <= (0.0 if mpi.world == 2 else 1e-3)
+    mpi.run(compressed.along_axes_and_rings, "mpi")
+
+
+@pytest.mark.parametrize(
+    ("mpi", "codec"),
+    [(2, "sign"), *(pytest.param(4, codec, marks=pytest.mark.slow) for codec in ("sign", "int4", "int8", "topk"))],
+    indirect=["mpi"],
+)
+def test_compressed_lists_with_error_feedback_equal_their_simulation(mpi: MpiWorld, codec: str) -> None:
+    mpi.run(compressed_lists.two_phases, "mpi", codec)
+
+
+ZERO_PLUS: dict[str, tuple[list[zero_plus.Case], Callable[..., None]]] = {
+    "lossless": (zero_plus.EXACT, partial(zero_plus.require_exact, zero_plus.EXACT)),
+    "lossy": (zero_plus.LOSSY, partial(zero_plus.require_bounds, zero_plus.LOSSY)),
+    "one lossy": (zero_plus.LOSSY[:2], partial(zero_plus.require_bounds, zero_plus.LOSSY[:2])),
+    "bytes": (zero_plus.TWO_HOPS, zero_plus.require_bytes),
+}
+
+
+@pytest.mark.parametrize(
+    ("mpi", "law"),
+    [
+        (2, "one lossy"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((2, "lossless"), (2, "lossy"), (4, "bytes"))),
+    ],
+    indirect=["mpi"],
+)
+def test_quantized_messages_are_exact_or_within_their_bounds(mpi: MpiWorld, law: str) -> None:
+    cases, require = ZERO_PLUS[law]
+    require(mpi.run(zero_plus.run_cases, [replace(case, transport="mpi") for case in cases], timeout=120.0))
+
+
+# The quick row runs the first two cases of each optimizer.
+OPTIMIZERS: dict[str, list[one_bit.Case]] = {
+    "one_bit": [one_bit.Case(0), one_bit.Case(2, accumulation=2), one_bit.Case(1, clipping=0.1)],
+    "zero_one": [replace(zero_one.CASE, stage=stage) for stage in (0, 1, 2)],
+    "lamb": [replace(lamb.CASE, stage=stage) for stage in (0, 2, 1)],
+    "diloco": [
+        diloco.CASE,
+        diloco.with_params(diloco.CASE, codec="identity", fragments=2, overlap_steps=2, mixing=0.5),
+    ],
+}
+LAWS: dict[str, Any] = {
+    "one_bit": one_bit.require_law,
+    "zero_one": zero_one.require_law,
+    "lamb": lamb.require_law,
+    "diloco": diloco.require_law,
+}
+
+
+def train_compressed(cases: dict[str, list[one_bit.Case]], folder: str) -> dict[str, Any]:
     return {
-        "one_bit": one_bit.run_cases(ONE_BIT, folder),
-        "zero_one": one_bit.run_cases(ZERO_ONE, folder),
-        "lamb": [lamb.run_lamb(case, folder) for case in LAMB],
-        "diloco": diloco.run_all(DILOCO),
+        "one_bit": one_bit.run_cases(cases["one_bit"], folder),
+        "zero_one": one_bit.run_cases(cases["zero_one"], folder),
+        "lamb": [lamb.run_lamb(case, folder) for case in cases["lamb"]],
+        "diloco": diloco.run_all(cases["diloco"]),
         "power_sgd": power_sgd.with_hook(5, "mpi"),
     }
 
 
-@pytest.mark.parametrize("mpi", [2], indirect=True)
-def test_compressed_optimizers_equal_their_simulations(mpi: MpiWorld, tmp_path: Path) -> None:
-    by_rank = mpi.run(train_compressed, str(tmp_path), timeout=120.0)
-    laws: list[tuple[str, list[Any], Any]] = [
-        ("one_bit", ONE_BIT, one_bit.require_law),
-        ("zero_one", ZERO_ONE, zero_one.require_law),
-        ("lamb", LAMB, lamb.require_law),
-        ("diloco", DILOCO, diloco.require_law),
-    ]
-    for name, cases, require_law in laws:
-        for number, case in enumerate(cases):
+@pytest.mark.parametrize(
+    ("mpi", "every"),
+    [(2, False), *(pytest.param(ranks, True, marks=pytest.mark.slow) for ranks in (2, 4))],
+    indirect=["mpi"],
+)
+def test_compressed_optimizers_equal_their_simulations(mpi: MpiWorld, every: bool, tmp_path: Path) -> None:
+    cases = {
+        name: [replace(case, transport="mpi", ranks=mpi.world) for case in (of_one if every else of_one[:2])]
+        for name, of_one in OPTIMIZERS.items()
+    }
+    by_rank = mpi.run(train_compressed, cases, str(tmp_path), timeout=240.0)
+    for name, require_law in LAWS.items():
+        for number, case in enumerate(cases[name]):
             require_law(case, [found[name][number] for found in by_rank])
     power_sgd.require_hook([found["power_sgd"] for found in by_rank])
+
+
+@pytest.mark.parametrize(
+    ("mpi", "case"),
+    [
+        (2, one_bit.Case(2)),
+        pytest.param(4, one_bit.Case(0, ranks=4), marks=pytest.mark.slow),
+        pytest.param(2, diloco.OVERLAPPED, marks=pytest.mark.slow),
+    ],
+    indirect=["mpi"],
+)
+def test_a_resumed_run_is_exact(mpi: MpiWorld, case: one_bit.Case, tmp_path: Path) -> None:
+    case = replace(case, transport="mpi")
+    at = one_bit.FREEZE + 2
+    one_bit.require_equal_runs(*(mpi.run(run, case, str(tmp_path), at) for run in (one_bit.save, one_bit.resume)))
+
+
+@pytest.mark.parametrize("mpi", [2], indirect=True)
+@in_shares
+def test_a_nan_is_named_and_never_enters_the_error_feedback(mpi: MpiWorld, every: bool) -> None:
+    cases = [replace(case, transport="mpi") for case in (one_bit.BAD if every else one_bit.BAD[:1])]
+    one_bit.require_a_named_nan(cases, mpi.run(one_bit.errors_around_a_nan, cases))
 
 
 def fail() -> list[str]:

@@ -468,8 +468,11 @@ def resume(case: Case, folder: str, at: int) -> dict[str, Any]:
 )
 def test_a_resumed_run_is_exact(stage: int, at: int, nvme: bool, tmp_path: Path) -> None:
     case = Case(stage, clipping=0.1, nvme=nvme)
-    straight = run_ranks(save, 2, case, str(tmp_path), at)
-    resumed = run_ranks(resume, 2, case, str(tmp_path), at)
+    require_equal_runs(run_ranks(save, 2, case, str(tmp_path), at), run_ranks(resume, 2, case, str(tmp_path), at))
+
+
+def require_equal_runs(straight: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
+    """Check that parameters and errors of `save` and `resume` are bitwise equal."""
     for here, there in zip(straight, resumed, strict=True):
         for what in ("params", "errors"):
             assert here[what].keys() == there[what].keys()
@@ -745,6 +748,17 @@ def test_bytes_of_a_whole_run_with_its_first_steps_in_full() -> None:
         assert 26 < found[3] < 30, found
 
 
+_SGD = {"lr": 0.05, "momentum": 0.9, "rank": 2, "start_step": 0, "weight_decay": 0.0, "betas": None, "eps": None}
+BAD = [
+    Case(0),
+    Case(2, transport="shm"),
+    Case(optimizer="OneBitLamb"),
+    Case(optimizer="ZeroOneAdam", params=(("var_freeze_step", 2), ("var_update_scaler", 1))),
+    Case(optimizer="DiLoCo", params=(("inner_steps", 2),)),
+    Case(optimizer="PowerSGD", params=tuple(_SGD.items())),
+]
+
+
 def errors_around_a_nan(cases: list[Case]) -> list[tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
     """Return the error of a step in which the last rank has a gradient that is NaN, and the states before and after."""
     found = []
@@ -765,16 +779,12 @@ def errors_around_a_nan(cases: list[Case]) -> list[tuple[str, dict[str, torch.Te
 
 
 def test_a_nan_is_named_and_never_enters_the_error_feedback() -> None:
-    base = {"lr": 0.05, "momentum": 0.9, "rank": 2, "start_step": 0, "weight_decay": 0.0}
-    cases = [
-        Case(0),
-        Case(2, transport="shm"),
-        Case(optimizer="OneBitLamb"),
-        Case(optimizer="ZeroOneAdam", params=(("var_freeze_step", 2), ("var_update_scaler", 1))),
-        Case(optimizer="DiLoCo", params=(("inner_steps", 2),)),
-        Case(optimizer="PowerSGD", params=(*base.items(), ("betas", None), ("eps", None))),
-    ]
-    for results in run_ranks(errors_around_a_nan, 2, cases):
+    require_a_named_nan(BAD, run_ranks(errors_around_a_nan, 2, BAD))
+
+
+def require_a_named_nan(cases: list[Case], by_rank: list[list[tuple[str, dict[str, Any], dict[str, Any]]]]) -> None:
+    """Check the errors and states of `errors_around_a_nan`."""
+    for results in by_rank:
         for case, (text, before, after) in zip(cases, results, strict=True):
             assert text.startswith("LossError") and "first in 'blocks.0.norm.weight'" in text, (case, text)
             assert any(bool(value.any()) for value in before.values()) and before.keys() == after.keys(), case

@@ -46,6 +46,7 @@ class Case:
     optimizer: str = "SGD"
     bad: bool = False  # the last rank's gradient is NaN in the second step
     steps: int = 3
+    transport: str = "gloo"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class Case:
             "optimizer": {"type": self.optimizer, "params": {"lr": 0.05}},
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **self.zero},
             "bf16": {"enabled": self.bf16},
-            "comm": {"transport": "gloo"},
+            "comm": {"transport": self.transport},
         }
 
 
@@ -110,9 +111,16 @@ SUBSETS = [
 ]
 
 
+EXACT = [Case(), *(Case({**zero, **LOSSLESS}) for zero in SUBSETS)]
+
+
 def test_lossless_codecs_change_no_bit_in_any_subset() -> None:
-    cases = [Case(), *(Case({**zero, **LOSSLESS}) for zero in SUBSETS)]
-    for found in run_ranks(run_cases, 2, cases, timeout=120.0):
+    require_exact(EXACT, run_ranks(run_cases, 2, EXACT, timeout=120.0))
+
+
+def require_exact(cases: list[Case], by_rank: list[list[dict[str, Any]]]) -> None:
+    """Check that all runs are bitwise equal to that of the first case."""
+    for found in by_rank:
         for case, one in zip(cases[1:], found[1:], strict=True):
             assert one["losses"] == found[0]["losses"], case
             assert all(torch.equal(value, found[0]["params"][name]) for name, value in one["params"].items()), case
@@ -127,9 +135,14 @@ LOSSY = [
 
 
 def test_lossy_codecs_stay_near_exact_arithmetic() -> None:
-    for found in run_ranks(run_cases, 2, LOSSY, timeout=120.0):
+    require_bounds(LOSSY, run_ranks(run_cases, 2, LOSSY, timeout=120.0))
+
+
+def require_bounds(cases: list[Case], by_rank: list[list[dict[str, Any]]]) -> None:
+    """Check parameters against the exact run of the first case, and gathered weights against the codec's bound."""
+    for found in by_rank:
         exact = found[0]
-        for case, one in zip(LOSSY[1:], found[1:], strict=True):
+        for case, one in zip(cases[1:], found[1:], strict=True):
             if case.model == "mlp":
                 error, where = relative_error(one["params"], exact["params"])
                 assert 0 < error < 0.1, f"{case}: {where} is off by {error:.2e}"
@@ -288,16 +301,23 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
+HPZ: dict[str, Any] = {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 0}
+TWO_HOPS = [
+    Case({**all_of("weights", "gradients"), **HPZ}, bf16=True, accumulation=1),
+    Case({**all_of("gradients"), **LOSSLESS, **HPZ}, accumulation=1),
+    Case(HPZ, accumulation=1),
+]
+
+
 def test_two_hops_over_nodes_and_their_bytes() -> None:
     """Four ranks in two nodes of two: hpZ keeps the backward's gathers inside a node, and each byte is counted."""
-    hpz = {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 0}
-    cases = [
-        Case({**all_of("weights", "gradients"), **hpz}, bf16=True, accumulation=1),
-        Case({**all_of("gradients"), **LOSSLESS, **hpz}, accumulation=1),
-        Case(hpz, accumulation=1),
-    ]
+    require_bytes(run_ranks(run_cases, 4, TWO_HOPS, timeout=120.0))
+
+
+def require_bytes(by_rank: list[list[dict[str, Any]]]) -> None:
+    """Check parameters and bytes of the cases `TWO_HOPS`."""
     int8, int4 = get_codec("int8"), get_codec("int4")
-    for found in run_ranks(run_cases, 4, cases, timeout=120.0):
+    for found in by_rank:
         one, lossless, exact = found
         error, where = relative_error(lossless["params"], exact["params"])
         assert error <= 1e-6, f"{where} is off by {error:.2e}"  # two hops add in another order

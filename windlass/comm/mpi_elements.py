@@ -47,8 +47,7 @@ class MpiElements:
 
 def is_usable(tensor: torch.Tensor, cuda_aware: bool) -> bool:
     """Return True if MPI may read and write the tensor's own memory."""
-    reachable = tensor.device.type == "cpu" or (tensor.device.type == "cuda" and cuda_aware)
-    return reachable and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return _is_reachable(tensor, cuda_aware) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def bytes_to_send(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> torch.Tensor:
@@ -65,7 +64,8 @@ def bytes_to_receive(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> MpiEl
         _synchronize(tensors[0])
         return MpiElements(_as_bytes(tensors[0].detach()))
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    memory = torch.empty(sum(sizes), dtype=torch.uint8)
+    device = tensors[0].device if _is_reachable(tensors[0], cuda_aware) else torch.device("cpu")
+    memory = new_memory(sum(sizes), torch.uint8, device)
 
     def finish() -> None:
         for tensor, part in zip(tensors, memory.split(sizes), strict=True):
@@ -73,6 +73,13 @@ def bytes_to_receive(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> MpiEl
             tensor.detach().copy_(aligned.view(tensor.dtype).view(tensor.shape))
 
     return MpiElements(memory, finish)
+
+
+def new_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate memory that MPI may write."""
+    memory = torch.empty(numel, dtype=dtype, device=device)
+    _synchronize(memory)  # torch may reuse memory that an operation of the stream still accesses
+    return memory
 
 
 def elements_to_reduce(tensors: Sequence[torch.Tensor], cuda_aware: bool) -> torch.Tensor:
@@ -151,9 +158,12 @@ def reduce_spec(mpi: Any, memory: torch.Tensor) -> list[Any]:
 
 
 def _staged(tensor: torch.Tensor, cuda_aware: bool) -> torch.Tensor:
-    if is_usable(tensor, cuda_aware):
-        return tensor
-    return tensor.resolve_conj().resolve_neg().to("cpu").contiguous()
+    tensor = tensor.resolve_conj().resolve_neg()
+    return (tensor if _is_reachable(tensor, cuda_aware) else tensor.to("cpu")).contiguous()
+
+
+def _is_reachable(tensor: torch.Tensor, cuda_aware: bool) -> bool:
+    return tensor.device.type == "cpu" or (tensor.device.type == "cuda" and cuda_aware)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from windlass.comm.mpi_elements import (
     elements_to_reduce,
     mpi_operator,
     mpi_spec,
+    new_memory,
     reduce_dtype,
     reduce_spec,
     write_result,
@@ -284,9 +285,7 @@ class MpiProcessGroup(_TorchProcessGroup):
 
     def _scatter_sum(self, output: torch.Tensor, parts: Tensors, counts: list[int], op: Any) -> MpiWork:
         memory, operator = self._elements(parts, op)
-        own = torch.empty(counts[self.rank()], dtype=reduce_dtype(output.dtype))
-        if memory.device != own.device:
-            own = own.to(memory.device)
+        own = new_memory(counts[self.rank()], reduce_dtype(output.dtype), memory.device)
         return self._start(
             "reduce_scatter",
             lambda: self._comm.Ireduce_scatter(
@@ -303,7 +302,7 @@ class MpiProcessGroup(_TorchProcessGroup):
         elements = bytes_to_receive(outputs, self._cuda_aware)
         own = bytes_to_send([source], self._cuda_aware)
         if len(outputs) == 1 and elements.memory.data_ptr() == own.data_ptr():  # MPI's buffers must not overlap
-            own = own.clone()
+            own = bytes_to_send([own.clone()], self._cuda_aware)
         into = mpi_spec(self._mpi, elements.memory, _nbytes(outputs))
         return self._start(
             "all_gather",

@@ -19,6 +19,7 @@ from windlass.comm.mpi_backend import _check_job
 from windlass.comm.mpi_library import load_mpi
 from windlass.comm.mpi_process_group import MpiProcessGroup
 from windlass.comm.mpi_work import MpiWork
+from windlass.observe.environment import backend_support
 from windlass.observe.environment.backend_support import support_by_device
 
 
@@ -135,6 +136,33 @@ def test_the_support_table_depends_on_the_machine() -> None:
     assert table["all_reduce"]["gloo CPU"] == "native" and table["MINLOC"]["gloo CPU"] == "composed"
     assert {cells["mpi CPU"] for cells in table.values()} == {cells["nccl GPU"] for cells in table.values()} == {"-"}
     assert table["all_gather"]["shm CPU"] == "native" and table["gatherv"]["shm CPU"] == "-"
+
+
+@pytest.mark.parametrize(
+    ("answer", "variables", "aware"),
+    [
+        (1, {}, True),
+        (0, {}, False),
+        (None, {}, False),  # an MPI without the function
+        (None, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True),
+        (None, {"I_MPI_OFFLOAD": "0"}, False),
+        (0, {"MV2_USE_CUDA": " 1 "}, True),
+    ],
+)
+def test_cuda_awareness_is_reported_by_mpi_or_enabled_by_a_variable(
+    answer: int | None, variables: dict[str, str], aware: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in backend_support._CUDA_SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    functions = {} if answer is None else {"MPIX_Query_cuda_support": lambda: answer}
+    libraries = {"MPI.so": SimpleNamespace(**functions)}
+    monkeypatch.setattr("ctypes.CDLL", libraries.__getitem__)
+    assert backend_support.is_cuda_aware(SimpleNamespace(__file__="MPI.so")) is aware
+    there = {"available": True, "version": None, "why": None, "cuda_aware": aware}
+    table = support_by_device(dict.fromkeys(("gloo", "nccl", "mpi", "shm"), there), gpu=True)
+    assert table["all_reduce"]["mpi GPU"] == ("native" if aware else "staged")
 
 
 def test_the_table_of_this_machine_is_printed() -> None:
