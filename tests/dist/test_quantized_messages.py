@@ -171,25 +171,30 @@ def compare_with_simulation(cases: list[Case], ranks: int) -> None:
     """Run the cases, and assert that parameters, losses and errors are bit for bit those of their simulations."""
     by_rank = run_ranks(run_cases, ranks, cases, timeout=600.0)
     for number, case in enumerate(cases):
-        assert case.accumulation == 1
-        layouts, node = by_rank[0][number]["layouts"], case.zero.get("zero_hpz_partition_size", case.node)
-        simulation = ZeroppSimulation(specimen(case.model), case.zero, layouts, ranks, node)
-        simulation.run(case.steps)
-        for rank, found in enumerate(one[number] for one in by_rank):
-            wrong = [name for name, value in found["params"].items() if not torch.equal(value, simulation.params[name])]
-            assert not wrong, f"{case}: rank {rank}: {wrong}"
-            assert found["losses"] == [of_step[rank] for of_step in simulation.losses], case
-            assert bool(found["owed"]) == ("zeropp_loco_param" in case.zero)
-            owed = [
-                (found["owed"][name], errors[offset:][: found["owed"][name].numel()])
-                for (names, layout), errors in zip(layouts, simulation.hops.errors[rank], strict=True)
-                for name, offset in zip(names, layout.offsets, strict=True)
-                if name in found["owed"]
-            ]
-            assert len(owed) == len(found["owed"]) and all(torch.equal(*pair) for pair in owed), case
-            # errors of lossless messages are zeros
-            lossless = case.zero.get("zero_quantized_gradients_codec") == "identity"
-            assert not owed or any(bool(values.any()) for values, _ in owed) != lossless
+        assert_equals_simulation(case, [one[number] for one in by_rank])
+
+
+def assert_equals_simulation(case: Case, by_rank: list[dict[str, Any]]) -> None:
+    """Compare the results of `run_case` on all ranks with the simulation."""
+    assert case.accumulation == 1
+    layouts, node = by_rank[0]["layouts"], case.zero.get("zero_hpz_partition_size", case.node)
+    simulation = ZeroppSimulation(specimen(case.model), case.zero, layouts, len(by_rank), node)
+    simulation.run(case.steps)
+    for rank, found in enumerate(by_rank):
+        wrong = [name for name, value in found["params"].items() if not torch.equal(value, simulation.params[name])]
+        assert not wrong, f"{case}: rank {rank}: {wrong}"
+        assert found["losses"] == [of_step[rank] for of_step in simulation.losses], case
+        assert bool(found["owed"]) == ("zeropp_loco_param" in case.zero)
+        owed = [
+            (found["owed"][name], errors[offset:][: found["owed"][name].numel()])
+            for (names, layout), errors in zip(layouts, simulation.hops.errors[rank], strict=True)
+            for name, offset in zip(names, layout.offsets, strict=True)
+            if name in found["owed"]
+        ]
+        assert len(owed) == len(found["owed"]) and all(torch.equal(*pair) for pair in owed), case
+        # errors of lossless messages are zeros
+        lossless = case.zero.get("zero_quantized_gradients_codec") == "identity"
+        assert not owed or any(bool(values.any()) for values, _ in owed) != lossless
 
 
 # Codecs of the two hops, exchanged.
