@@ -92,21 +92,30 @@ def main() -> None:
 
 
 def plot(folder: Path) -> None:
-    """Draw the held-out loss of both modes over time."""
+    """Draw the curves of both modes that `main` has written."""
+    modes = ("synchronous", "asynchronous")
+    draw(
+        {mode: json.loads((folder / f"{mode}.json").read_text())["curve"] for mode in modes},
+        folder / "parameter_server.png",
+    )
+
+
+def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
+    """Draw the held-out loss of each mode over time."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
-    for mode in ("synchronous", "asynchronous"):
-        curve = json.loads((folder / f"{mode}.json").read_text())["curve"]
+    for mode, curve in curves.items():
         axes.plot([point[0] for point in curve], [point[2] for point in curve], label=mode)
     axes.set_xlabel("seconds")
     axes.set_ylabel("held-out loss, nats per byte")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(folder / "parameter_server.png")
+    figure.savefig(path)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.dist.harness import run_ranks
 from tests.parameter_server.jobs import Job
 from windlass.base.atomic_file import temporary_path_beside
 from windlass.base.errors import CheckpointError, CommunicationError, ConfigError, ModelError
@@ -133,6 +134,26 @@ def test_synchronous_training_equals_data_parallel_training(
     for found in run_synchronous(job):
         close(found, wanted)
     assert {server.version for server in job.servers.values()} == {STEPS}
+
+
+def data_parallel(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Train under torch's DistributedDataParallel from these parameters."""
+    model = mlp()
+    model.load_state_dict(state)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = adamw(list(model.parameters()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(parallel, step, torch.distributed.get_rank()).backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def test_synchronous_training_equals_that_of_torch() -> None:
+    job = Job(mlp, adamw, ParameterServerSettings(), servers=2, workers=2)
+    (wanted, _) = run_ranks(data_parallel, 2, job.build_from(0).state_dict())
+    for found in run_synchronous(job):
+        close(found, wanted)
 
 
 def test_a_worker_with_less_data_leaves_the_others() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 
 from tests.dist.quick_rows import in_shares
+from tests.dist.test_one_bit_adam import one_thread  # noqa: F401 - a fixture
+from tests.dist.test_quantized_messages import Case, all_of, assert_equals_simulation
 from tests.process.namespaced_hosts import Machines, why_not
 from tests.process.wait_until import is_alive, until
 from windlass.launch.agent_channel import KEEPALIVE_TIMEOUT_S
@@ -277,6 +280,45 @@ def test_two_hosts_train_equal_to_one(machines: Machines, tmp_path: Path) -> Non
     results = [json.loads(line.partition("] ")[2]) for line in two.out.read_text().splitlines() if "[2, " in line]
     assert [size for size, _ in results] == [2] * 4
     assert [loss for _, loss in results] == pytest.approx(plain_losses(), rel=1e-4)
+
+
+ZEROPP = """
+import os, pickle
+import torch, torch.distributed as dist, windlass
+from tests.dist.test_quantized_messages import run_case
+assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+torch.set_num_threads(1)
+windlass.init_distributed("gloo")
+with open("cases", "rb") as file:
+    found = [run_case(case) for case in pickle.load(file)]
+with open(f"found.{dist.get_rank()}", "wb") as file:
+    pickle.dump(found, file)
+"""
+
+
+@pytest.mark.slow
+def test_zeropp_on_two_hosts_of_two_ranks_equals_its_simulation_in_one_process(tmp_path: Path) -> None:
+    loco = {"zeropp_loco_param": {"err_beta": 0.3, "reset_T": 2}}
+    zero = all_of("weights", "nontrainable_weights", "gradients", **loco)
+    cases = [
+        Case({**zero, **hpz}, model="frozen", node=2, accumulation=1, steps=4)
+        for hpz in ({"zero_hpz_partition_size": 2}, {})  # without it, a node is a host
+    ]
+    folder = tmp_path / "four"
+    folder.mkdir()
+    (folder / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=wl0\n")
+    (folder / "cases").write_bytes(pickle.dumps(cases))
+    machines = Machines(tmp_path / "machines", 2, slots=2)
+    try:
+        four = Launched(machines, folder, ZEROPP)
+        assert four.wait(240) == 0, four.err.read_text()
+    finally:
+        machines.close()
+    by_rank = [pickle.loads((folder / f"found.{rank}").read_bytes()) for rank in range(4)]
+    for number, case in enumerate(cases):
+        of_case = [one[number] for one in by_rank]
+        assert_equals_simulation(case, of_case)
+        assert all(0 < one["across"]["gather"] < one["moved"]["gather"] for one in of_case)
 
 
 AGAIN = """

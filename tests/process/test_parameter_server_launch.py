@@ -1,7 +1,8 @@
-"""Tests of `windlass run --servers`: roles, a worker and a server that a signal ends, and refused flags."""
+"""Tests of `windlass run --servers`: equality with DDP, a worker and a server that a signal ends, and refused flags."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from tests.parameter_server.jobs import Job
@@ -50,13 +52,77 @@ with worker:
 """
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "job.py").write_text(JOB)
+def run(folder: Path, *words: str, script: str = JOB) -> subprocess.CompletedProcess[str]:
+    (folder / "job.py").write_text(script)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "MASTER"))}
     command = [sys.executable, "-m", "windlass", "run", *words]
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, env={**env, "PYTHONPATH": str(ROOT)}, timeout=240
     )
+
+
+TRAINS = """
+import os, sys
+import torch, torch.distributed as dist
+import windlass
+from windlass import parameter_server as ps
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+index = int(os.environ["RANK"]) - int(os.environ.get("WINDLASS_SERVERS", 0))
+
+def backward(model, step):
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(100 * step + index))
+    model(x).square().mean().backward()
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+if sys.argv[1] == "ddp":
+    windlass.init_distributed("gloo")
+    parallel, optimizer = torch.nn.parallel.DistributedDataParallel(model), adamw(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(parallel, step)
+        optimizer.step()
+    dist.destroy_process_group()
+else:
+    worker = ps.start(model, adamw, ps.ParameterServerSettings(mode="synchronous", connect_seconds=60))
+    if worker is None:
+        sys.exit()
+    with worker:
+        for step in range(4):
+            worker.pull()
+            backward(model, step)
+            worker.push()
+        worker.pull()
+torch.save(model.state_dict(), f"{sys.argv[1]}.{index}")
+"""
+
+
+@pytest.mark.slow
+def test_two_servers_and_four_workers_train_as_four_ranks_of_torch(tmp_path: Path) -> None:
+    for words in (("--servers", "2", "--workers", "4", "job.py", "servers"), ("--nproc", "4", "job.py", "ddp")):
+        done = run(tmp_path, *words, script=TRAINS)
+        assert done.returncode == 0, done.stderr
+    wanted = torch.load(tmp_path / "ddp.0")
+    for index in range(4):
+        found = torch.load(tmp_path / f"servers.{index}")
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_example_runs_in_both_modes(tmp_path: Path) -> None:
+    """The script of the documented measurement runs the example, and draws its curves."""
+    command = [sys.executable, str(ROOT / "bench" / "parameter_server.py"), "--seconds", "4", "--workers", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--results", str(tmp_path)], env=env, check=True, timeout=240)
+    found = json.loads((tmp_path / "parameter_server.json").read_text())
+    assert set(found["curves"]) == {"synchronous", "asynchronous"}
+    for curve in found["curves"].values():
+        assert curve[-1][1] > 0 and curve[-1][2] < curve[0][2]  # updates lower the loss
+    assert (tmp_path / "parameter_server.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.slow)])

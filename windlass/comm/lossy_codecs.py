@@ -66,6 +66,12 @@ def _divided(values: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Te
     return result
 
 
+def _quotients(values: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Return `values / divisor`, correctly rounded on every processor."""
+    # On CUDA torch divides by a number by multiplying by its reciprocal, which rounds twice, but divides by a tensor.
+    return values / torch.full((), divisor, dtype=values.dtype, device=values.device)
+
+
 class ScaledCodec:
     """Base class of codecs whose message has one float32 scale for each block, followed by the codes."""
 
@@ -203,7 +209,7 @@ class SignCodec(ScaledCodec):
         while width:
             sums = sums[:, :width] + sums[:, width : 2 * width]
             width //= 2
-        return sums[:, 0] / whole.shape[1]
+        return _quotients(sums[:, 0], whole.shape[1])
 
     def write_codes(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         codes.copy_(pack_signs(values))
@@ -228,7 +234,7 @@ class _IntegerCodec(ScaledCodec):
     highest = 1
 
     def scales_of(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.abs().amax(1).div_(self.highest).clamp_(min=_LEAST)
+        return _quotients(whole.abs().amax(1), self.highest).clamp_(min=_LEAST)
 
     def rounded(self, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return _divided(values, scales, self.block).round_().clamp_(-self.highest, self.highest)

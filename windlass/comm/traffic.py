@@ -24,13 +24,15 @@ class Traffic:
 
     payload: Counter[str] = field(default_factory=Counter)  # elements of parameters or their gradients, by operation
     bytes_moved: Counter[str] = field(default_factory=Counter)  # bytes that this rank received, with padding
-    # part of `bytes_moved` that came from other nodes; counted only for quantized messages (ZeRO++)
+    # part of `bytes_moved` that came from other nodes; counted only for transports that send messages
     across_nodes: Counter[str] = field(default_factory=Counter)
     control: int = 0  # elements of the small control reductions
 
-    def add(self, operation: str, elements: int, moved: int) -> None:
+    def add(self, operation: str, elements: int, moved: int, across: int = 0) -> None:
         self.payload[operation] += elements
         self.bytes_moved[operation] += moved
+        if across:
+            self.across_nodes[operation] += across
         if _observer is not None:
             _observer(operation, moved)
 

@@ -27,7 +27,7 @@ class WireOptions:
         use_all_gather: Gather all shards together; else by one broadcast per rank (`allgather_partitions`).
         rotate_peers: With gloo and MPI, each rank sends to a different peer first (`round_robin_gradients`).
         quantizes: True if some messages pass through a codec (ZeRO++); shared memory is then not used.
-        node_size: Number of consecutive ranks of a group on one node, for quantized messages.
+        node_size: Number of consecutive ranks of a group on one node, for quantized messages and counts of bytes.
         host_size: Number of consecutive ranks of the world on one host, from which each group's `node_size` is
             computed; 0: use `node_size`.
         gradients: Codecs and error feedback of reductions; None: gradients are sent in the dtype of the call.

@@ -14,7 +14,7 @@ from windlass.base.collective_activity import activity
 from windlass.base.pending import DONE, ChainedPending, FinishingPending, Pending
 from windlass.comm.agreement_board import WireBoard
 from windlass.comm.ordered_sum import ordered_sum, sum_of_squares
-from windlass.comm.quantized_options import LaneErrors, ranks_of_host
+from windlass.comm.quantized_options import LaneErrors, ranks_of_host, ranks_of_node
 from windlass.comm.quantized_wire import (
     QuantizedReduction,
     gather_bytes,
@@ -122,8 +122,7 @@ class _WireTransport:
         )
 
     def _count_quantized(self, operation: str, elements: int, inside: int, across: int) -> None:
-        self.traffic.add(operation, elements, inside + across)
-        self.traffic.across_nodes[operation] += across
+        self.traffic.add(operation, elements, inside + across, across)
 
     @property
     def _reduces_whole(self) -> bool:
@@ -164,8 +163,10 @@ class _WireTransport:
         return self._tag
 
     def _count(self, operation: str, elements: int, numel: int, itemsize: int) -> None:
-        others = (self.group.size - 1) * numel // self.group.size
-        self.traffic.add(operation, elements if self.group.size > 1 else 0, others * itemsize)
+        size = self.group.size
+        others = (size - 1) * numel // size
+        across = (size - ranks_of_node(self.group, self.ways.node_size)) * numel // size
+        self.traffic.add(operation, elements if size > 1 else 0, others * itemsize, across * itemsize)
 
 
 class GlooTransport(_WireTransport):

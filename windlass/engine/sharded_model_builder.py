@@ -123,6 +123,7 @@ def build_settings(model: nn.Module, config: Config, mesh: Mesh, tiers: Placemen
             use_all_gather=zero.allgather_partitions,
             rotate_peers=zero.round_robin_gradients,
             **_quantized_options(zero),
+            **_node_options(zero),
         ),
         contiguous_gradients=zero.contiguous_gradients,
         ignore_unused_parameters=zero.ignore_unused_parameters,
@@ -180,8 +181,6 @@ def _quantized_options(zero: ZeroConfig) -> dict[str, Any]:
     """Return the options of a wire transport that ZeRO++ sets."""
     if not (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or zero.zero_quantized_gradients):
         return {}
-    host = max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-    hpz = zero.zero_hpz_partition_size
     gradients = None
     if zero.zero_quantized_gradients:
         loco = None
@@ -190,8 +189,13 @@ def _quantized_options(zero: ZeroConfig) -> dict[str, Any]:
         gradients = QuantizedGradients(
             zero.zero_quantized_gradients_codec, zero.zero_quantized_gradients_codec_across, loco
         )
-    node = {"node_size": hpz} if hpz > 1 else {"host_size": host}
-    return {"quantizes": True, "gradients": gradients, **node}
+    return {"quantizes": True, "gradients": gradients}
+
+
+def _node_options(zero: ZeroConfig) -> dict[str, Any]:
+    """Return the options of a wire transport that tell nodes apart."""
+    hpz = zero.zero_hpz_partition_size
+    return {"node_size": hpz} if hpz > 1 else {"host_size": max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))}
 
 
 def _check_codecs(model: nn.Module, zero: ZeroConfig, param_dtype: torch.dtype | None, device: torch.device) -> None:

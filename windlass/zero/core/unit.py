@@ -250,7 +250,10 @@ class Unit:
             if not self.frees_memory:
                 # Peers may read this rank's part of the shared buffer only after it is published.
                 self.transport.publish(self.buffer)
-            self.reshard()
+            # `full` has exact values here. With a codec the backward needs those that the forward will gather.
+            is_rounded = self.gather_codec is not None
+            self._all_ranks_gathered = not is_rounded
+            self.reshard(stale=is_rounded)
 
     def read_ahead(self) -> bool:
         """Start to read this rank's shard from NVMe for the next gather. Return False if the staging pool is full."""
@@ -336,7 +339,8 @@ class Unit:
         """Reshard: mark the parameters as sharded, and free the memory of `full` if `frees_memory`.
 
         Args:
-            stale: The shard slot has newer values than `full`, so `full` must not be copied to the secondary shard.
+            stale: The next gather returns other values than `full` has, so `full` must not be copied to the secondary
+                shard.
         """
         # The memory must not be freed while a gather still writes to it.
         self._pending.wait()
