@@ -22,7 +22,11 @@ _RANK_COLUMNS = 4
 
 
 def format_time(seconds: float) -> str:
-    """Format seconds in minutes, s, ms or us."""
+    """Format seconds in days, hours, minutes, s, ms or us."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:,.1f} d"
+    if seconds >= 7200:
+        return f"{seconds / 3600:,.1f} h"
     if seconds >= 120:
         return f"{seconds / 60:,.1f} min"
     if seconds >= 1:

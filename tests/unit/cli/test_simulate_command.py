@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from windlass.base.errors import ConfigError
 from windlass.cli.main import app
+from windlass.cli.simulate_report import format_time
 
 SHAPE = "hidden=64,layers=4,heads=4,vocabulary=96"
 
@@ -81,3 +82,18 @@ def test_a_checkpoint_takes_the_disks_of_the_hosts_in_use(tmp_path: Path) -> Non
     assert found[0] == found[1]
     with pytest.raises(ConfigError, match=r"--checkpoint-time '0s' is not above 0; write e\.g\. 30s"):
         run("--shape", SHAPE, "--world-size", "8", "--device-mtbf", "9", "--checkpoint-time", "0s")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3e-6, "3.0 us"),
+        (0.5, "500.00 ms"),
+        (119.0, "119.00 s"),
+        (6000.0, "100.0 min"),
+        (9000.0, "2.5 h"),
+        (1e6, "11.6 d"),
+    ],
+)
+def test_times_have_the_unit_in_which_they_are_read(seconds: float, text: str) -> None:
+    assert format_time(seconds) == text
