@@ -27,6 +27,7 @@ from tests.oracle import relative_error
 from windlass.base.errors import ConfigError
 from windlass.comm.codec import get_codec
 from windlass.comm.traffic import set_traffic_observer
+from windlass.config import load_config
 from windlass.engine.engine_reporter import memory_report
 from windlass.optim.one_bit_adam import OneBitAdam
 from windlass.storage.slot import Tier
@@ -484,10 +485,12 @@ def test_errors_are_converted_for_another_stage_and_number_of_ranks(
 
 
 def with_tiers(cases: list[Case], folder: str) -> list[dict[str, Any]]:
-    """Return the values of each run, and the tiers of its per-rank states."""
+    """Return the values of each run, the tiers of its per-rank states, and the warnings of `initialize`."""
     results = []
     for case in cases:
-        engine = start(specimen(case.model), case.config(folder))
+        texts: list[str] = []
+        with patch.object(logging.getLogger("windlass"), "warning", texts.append):
+            engine = start(specimen(case.model), case.config(folder))
         train(engine, case, 0, case.steps)
         states = list(engine._sharded.update.rank_states())
         found = {
@@ -495,6 +498,8 @@ def with_tiers(cases: list[Case], folder: str) -> list[dict[str, Any]]:
             "tiers": {state.tier for state in states},
             "in memory": sum(state.is_in_memory for state in states),
             "reported": {Tier(tier) for key, tier in memory_report(engine._sharded)["slots"] if key.endswith("_error")},
+            "of chunks": {chunk.tier for chunk in engine._sharded.update.chunks},
+            "warnings": [text for text in texts if "nothing is offloaded" in text],
         }
         engine.destroy()
         results.append(found)
@@ -521,6 +526,31 @@ def require_offloaded_errors(case: Case, folder: str) -> None:
 
 def test_error_feedback_is_offloaded_with_the_states(tmp_path: Path) -> None:
     require_offloaded_errors(Case(2, accumulation=2, steps=FREEZE + 3), str(tmp_path))
+
+
+STAGE_0 = [
+    Case(accumulation=2),
+    *(
+        pytest.param(Case(optimizer=name, params=params), marks=pytest.mark.slow)
+        for name, params in (
+            ("OneBitLamb", (("freeze_step", FREEZE),)),
+            ("ZeroOneAdam", (("var_freeze_step", 3), ("var_update_scaler", 1), ("local_step_scaler", 1))),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", STAGE_0, ids=lambda case: case.optimizer)
+def test_at_stage_0_states_stay_on_the_device_with_a_warning(case: Case, tmp_path: Path) -> None:
+    env = {"WINDLASS_EMULATE_DEVICE": "64M", "WINDLASS_EMULATE_LATE": "1"}  # a device with memory of its own
+    cases = [case, replace(case, host=True), replace(case, nvme=True)]
+    for plain, *offloaded in run_ranks(with_tiers, 2, cases, str(tmp_path), env=env, timeout=120.0):
+        assert plain["warnings"] == [] and any(value.any() for value in plain["values"].values())
+        for device, found in zip(("cpu", "nvme"), offloaded, strict=True):
+            (text,) = found["warnings"]
+            assert f'offload_optimizer.device is "{device}" at stage 0' in text and "write stage 1, 2 or 3" in text
+            assert found["tiers"] == found["reported"] == found["of chunks"] == {Tier.DEVICE}
+            assert all(torch.equal(value, plain["values"][name]) for name, value in found["values"].items())
 
 
 def after_adamw(case: Case, folder: str) -> dict[str, torch.Tensor]:
@@ -624,7 +654,7 @@ def test_an_interval_that_is_not_positive_is_refused() -> None:
 @pytest.mark.parametrize(
     ("stage", "more", "text"),
     [
-        (3, {}, r"OneBitAdam.* at zero_optimization.stage 3.*write stage 0, 1 or 2"),
+        (3, {}, r'"OneBitAdam" at zero_optimization.stage 3'),
         (0, {"freeze_step": 0}, "freeze_step"),
         (0, {"max_grad_norm": 1.0}, "gradient_clipping"),
     ],
@@ -634,23 +664,41 @@ def test_unsupported_stage_and_options_are_refused(stage: int, more: dict[str, A
         run_ranks(refused, 1, stage, more)
 
 
+@pytest.mark.parametrize("optimizer", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_a_refusal_of_stage_3_has_the_reason_and_alternatives(optimizer: str) -> None:
+    reason = f'"{optimizer}" at zero_optimization.stage 3, where every use of a parameter gathers it in full'
+    remedy = "write stage 0, 1 or 2, or AdamW with zero_quantized_weights and zero_quantized_gradients"
+    with pytest.raises(ConfigError) as caught:
+        load_config(Case(3, optimizer=optimizer, params=()).config())
+    assert reason in str(caught.value) and remedy in str(caught.value)
+
+
 def warnings_of(total: int, case: Case) -> list[str]:
-    """Return the warnings of `initialize` that a schedule of `total` steps leaves nothing to compress."""
+    """Return the warnings of `initialize` on a schedule of `total` steps that ends before the freeze."""
     config = case.config()
     config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": total, "warmup_num_steps": 1}}
     texts: list[str] = []
     with patch.object(logging.getLogger("windlass"), "warning", texts.append):
         start(specimen("mlp"), config).destroy()
-    return [text for text in texts if "nothing will be compressed" in text]
+    return [text for text in texts if "total_num_steps is" in text]
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "key"), [("OneBitAdam", "freeze_step"), ("ZeroOneAdam", "var_freeze_step"), ("DiLoCo", "start_step")]
+    ("optimizer", "key", "more", "lost"),
+    [
+        ("OneBitAdam", "freeze_step", (), "nothing will be compressed"),
+        ("OneBitLamb", "freeze_step", (), "nothing will be compressed"),
+        ("ZeroOneAdam", "var_freeze_step", (), "nothing will be compressed"),
+        ("ZeroOneAdam", "var_freeze_step", (("var_update_scaler", 2),), "no step will be without messages"),
+        ("DiLoCo", "start_step", (), "nothing will be compressed"),
+    ],
 )
-def test_a_freeze_after_the_end_of_the_schedule_is_a_warning(optimizer: str, key: str) -> None:
-    case = Case(optimizer=optimizer, params=((key, FREEZE),))
-    (late,) = run_ranks(warnings_of, 1, FREEZE, case)
-    assert len(late) == 1 and f"{key} is {FREEZE}, and scheduler.params.total_num_steps is {FREEZE}" in late[0]
+def test_a_freeze_after_the_end_of_the_schedule_is_a_warning(
+    optimizer: str, key: str, more: tuple[tuple[str, Any], ...], lost: str
+) -> None:
+    case = Case(optimizer=optimizer, params=((key, 8), *more))
+    (late,) = run_ranks(warnings_of, 1, 8, case)
+    assert len(late) == 1 and f"{key} is 8, and scheduler.params.total_num_steps is 8: {lost} in this run" in late[0]
     assert run_ranks(warnings_of, 1, 100, case) == [[]]
 
 
@@ -746,11 +794,13 @@ def errors_around_a_nan(cases: list[Case]) -> list[tuple[str, dict[str, torch.Te
 
 def test_a_nan_is_named_and_never_enters_the_error_feedback() -> None:
     base = {"lr": 0.05, "momentum": 0.9, "rank": 2, "start_step": 0, "weight_decay": 0.0}
+    zero_one = {"var_freeze_step": 2, "var_update_scaler": 1}
     cases = [
         Case(0),
+        Case(1),
         Case(2, transport="shm"),
-        Case(optimizer="OneBitLamb"),
-        Case(optimizer="ZeroOneAdam", params=(("var_freeze_step", 2), ("var_update_scaler", 1))),
+        *(Case(stage, optimizer="OneBitLamb") for stage in (0, 1, 2)),
+        *(Case(stage, optimizer="ZeroOneAdam", params=tuple(zero_one.items())) for stage in (0, 1, 2)),
         Case(optimizer="DiLoCo", params=(("inner_steps", 2),)),
         Case(optimizer="PowerSGD", params=(*base.items(), ("betas", None), ("eps", None))),
     ]
