@@ -169,10 +169,9 @@ class Simulation:
     """The compressed phase on the data of all ranks in one process, in plain PyTorch, from the state at the freeze."""
 
     def __init__(self, case: Case, frozen: dict[str, Any]) -> None:
-        self.case, self.subject = case, specimen(case.model)
-        self.model = oracle.build(self.subject).to(case.dtype)
+        self.case, self.model = case, self._build(case)
         self.named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.pieces = fragments(frozen["layouts"], case.ranks)
+        self.pieces = self._cut(frozen["layouts"])
         self.shapes = {name: p.shape for name, p in self.named}
         self.x = {name: value.reshape(-1).clone() for name, value in frozen["params"].items()}
         self.m = {name: value.reshape(-1).clone() for name, value in frozen["m"].items()}
@@ -181,19 +180,37 @@ class Simulation:
         self.worker = [{name: torch.zeros_like(value) for name, value in self.x.items()} for _ in range(case.ranks)]
         self.server = {name: torch.zeros_like(value) for name, value in self.x.items()}
 
+    def _build(self, case: Case) -> torch.nn.Module:
+        self.subject = specimen(case.model)
+        return oracle.build(self.subject).to(case.dtype)
+
+    def _cut(self, layouts: list[tuple[list[str], UnitLayout]]) -> dict[str, list[slice]]:
+        """Return the slices of each value by owning rank."""
+        return fragments(layouts, self.case.ranks)
+
     def run(self, first: int, last: int) -> None:
         for step in range(first, last):
-            with torch.no_grad():
-                for name, parameter in self.named:
-                    parameter.copy_(self.replicas[name].view(parameter.shape))
+            self._load(self.replicas)
             gradients = [self._local(step, rank) for rank in range(self.case.ranks)]
-            squares = sum(float(g.double().square().sum()) for one in gradients for g in one.values())
-            norm = (squares / self.case.ranks) ** 0.5
-            clip = min(1.0, self.case.clipping / (norm + 1e-6)) if self.case.clipping else 1.0
-            for name in self.x:
-                self._update(name, step + 1, [one[name] for one in gradients], clip)
+            self._update_all(step + 1, gradients, self._clip(gradients))
             if self.case.syncs_at(step + 1):
                 self.replicas = {name: value.to(self.case.dtype) for name, value in self.x.items()}
+
+    @torch.no_grad()
+    def _load(self, values: dict[str, torch.Tensor]) -> None:
+        """Copy values to the model."""
+        for name, parameter in self.named:
+            parameter.copy_(values[name].view(parameter.shape))
+
+    def _clip(self, gradients: list[dict[str, torch.Tensor]]) -> float:
+        """Return the factor that clips gradients by the root mean square of their norms."""
+        squares = sum(float(g.double().square().sum()) for one in gradients for g in one.values())
+        norm = (squares / len(gradients)) ** 0.5
+        return min(1.0, self.case.clipping / (norm + 1e-6)) if self.case.clipping else 1.0
+
+    def _update_all(self, step: int, gradients: list[dict[str, torch.Tensor]], clip: float) -> None:
+        for name in self.x:
+            self._update(name, step, [one[name] for one in gradients], clip)
 
     def _update(self, name: str, step: int, gradients: list[torch.Tensor], clip: float) -> None:
         case, ranks = self.case, self.case.ranks
@@ -465,23 +482,58 @@ def test_errors_are_converted_for_another_stage_and_number_of_ranks(
     before: tuple[int, int], after: tuple[int, int], nvme: bool, tmp_path: Path
 ) -> None:
     first = Case(before[0], before[1], nvme=nvme)
-    straight = run_ranks(save, before[1], first, str(tmp_path), FREEZE + 2)
-    resumed = run_ranks(resume, after[1], Case(after[0], after[1], nvme=nvme), str(tmp_path), FREEZE + 2)
     # Only stage 0, with replicated states, has `server_error`.
     kinds = ("worker_error", "server_error") if before[0] == after[0] == 0 else ("worker_error",)
+    require_conversion(first, replace(first, stage=after[0], ranks=after[1]), kinds, str(tmp_path))
+
+
+def require_conversion(first: Case, other: Case, kinds: tuple[str, ...], folder: str, at: int = FREEZE + 2) -> None:
+    """Save a run, and continue it on another number of ranks. Require the rule of each kind of state."""
+    straight = run_ranks(save, first.ranks, first, folder, at)
+    resumed = run_ranks(resume, other.ranks, other, folder, at)
+    assert {name.rpartition("/")[2] for name in straight[0]["saved"]} >= set(kinds)
     for kind in kinds:
         names = [name for name in straight[0]["saved"] if name.endswith(kind)]
         assert any(bool(straight[0]["saved"][name].any()) for name in names), kind
         for name in names:
             saved = torch.stack([found["saved"][name] for found in straight])
             loaded = torch.stack([found["loaded"][name] for found in resumed])
-            if kind == "worker_error":  # every rank loads the mean of the saved errors
+            if kind != "server_error":  # every rank loads the mean of the saved rows
                 wanted = saved.mean(0).expand_as(loaded)
             else:  # an element's error goes to its new owner
                 loaded, wanted = loaded.sum(0), saved.sum(0)
             torch.testing.assert_close(loaded, wanted, rtol=1e-6, atol=1e-12)
     assert all(torch.isfinite(value).all() for value in resumed[0]["params"].values())
     assert straight[0]["params"].keys() == resumed[0]["params"].keys()
+
+
+ERRORS = ("worker_error", "server_error")
+LOCALS = ("local_change", "local_momentum")
+LOCAL_STEPS = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
+OUTER = (*ERRORS, "local_change", "local_exp_avg", "local_exp_avg_sq")
+LOW_RANK = {"lr": 0.05, "momentum": 0.9, "rank": 2, "start_step": 0, "weight_decay": 0.0, "betas": None, "eps": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "kinds", "at"),
+    [
+        (Case(optimizer="OneBitLamb"), ERRORS, 4),
+        (Case(2, optimizer="OneBitLamb"), ("worker_error",), 4),
+        (Case(optimizer="ZeroOneAdam", params=tuple(LOCAL_STEPS.items())), (*ERRORS, *LOCALS), 6),
+        (Case(1, optimizer="ZeroOneAdam", params=tuple(LOCAL_STEPS.items())), ("worker_error", "summed"), 6),
+        (Case(optimizer="DiLoCo", params=(("inner_steps", 2),)), OUTER, 5),
+        (Case(optimizer="DiLoCo", params=(("inner_steps", 3), ("overlap_steps", 2))), (*OUTER, "mean_change"), 4),
+        (Case(optimizer="PowerSGD", params=tuple(LOW_RANK.items())), ("worker_error", "warm_start"), 4),
+    ],
+    ids=lambda value: f"{value.optimizer}-{value.stage}" if isinstance(value, Case) else "",
+)
+def test_states_of_ranks_are_converted_for_another_number_of_them(
+    case: Case, kinds: tuple[str, ...], at: int, tmp_path: Path
+) -> None:
+    for before, after in ((2, 3), (3, 2)):
+        folder = str(tmp_path / f"{before}")
+        require_conversion(replace(case, ranks=before), replace(case, ranks=after), kinds, folder, at)
 
 
 def with_tiers(cases: list[Case], folder: str) -> list[dict[str, Any]]:
@@ -793,7 +845,6 @@ def errors_around_a_nan(cases: list[Case]) -> list[tuple[str, dict[str, torch.Te
 
 
 def test_a_nan_is_named_and_never_enters_the_error_feedback() -> None:
-    base = {"lr": 0.05, "momentum": 0.9, "rank": 2, "start_step": 0, "weight_decay": 0.0}
     zero_one = {"var_freeze_step": 2, "var_update_scaler": 1}
     cases = [
         Case(0),
@@ -802,7 +853,7 @@ def test_a_nan_is_named_and_never_enters_the_error_feedback() -> None:
         *(Case(stage, optimizer="OneBitLamb") for stage in (0, 1, 2)),
         *(Case(stage, optimizer="ZeroOneAdam", params=tuple(zero_one.items())) for stage in (0, 1, 2)),
         Case(optimizer="DiLoCo", params=(("inner_steps", 2),)),
-        Case(optimizer="PowerSGD", params=(*base.items(), ("betas", None), ("eps", None))),
+        Case(optimizer="PowerSGD", params=tuple(LOW_RANK.items())),
     ]
     for results in run_ranks(errors_around_a_nan, 2, cases):
         for case, (text, before, after) in zip(cases, results, strict=True):

@@ -41,7 +41,6 @@ ZERO_ONE = Case(
     params=(("var_freeze_step", 5), ("var_update_scaler", 1), ("local_step_scaler", 1), ("local_step_clipper", 2)),
 )
 EXCHANGE = "compressed_phase.CompressedPhase.exchange"
-LEAST, MOST, THRESHOLD = 0.5, 4.0, 0.1
 
 
 def run_lamb(case: Case, folder: str) -> dict[str, Any]:
@@ -60,13 +59,28 @@ class LambSimulation(Simulation):
     def __init__(self, case: Case, frozen: dict[str, Any], ratios: dict[str, float]) -> None:
         super().__init__(case, frozen)
         self.ratios, self.factors = ratios, dict.fromkeys(ratios, 1.0)
+        self.least, self.most, self.threshold = (
+            dict(case.params).get(key, default)
+            for key, default in (("factor_min", 0.5), ("factor_max", 4.0), ("factor_threshold", 0.1))
+        )
         self.fresh = {name: value.clone() for name, value in self.v.items()}
 
-    def _update(self, name: str, step: int, gradients: list[torch.Tensor], clip: float) -> None:
+    def _update_all(self, step: int, gradients: list[dict[str, torch.Tensor]], clip: float) -> None:
+        for name in self.x:
+            self._receive(name, [one[name] for one in gradients], clip)
+        for names in self._parameters():
+            self._move(names, step)
+
+    def _parameters(self) -> list[list[str]]:
+        """Return the names of the parts of each parameter."""
+        return [[name] for name in self.x]
+
+    def _receive(self, name: str, gradients: list[torch.Tensor], clip: float) -> None:
+        """Exchange the messages of one value, and update its momentum and its current variance."""
         ranks, before = self.case.ranks, self.m[name]
         total = torch.zeros_like(before)
         for rank, gradient in enumerate(gradients):
-            sent = gradient * (1 - BETA1)
+            sent = gradient * ((1 - BETA1) / (1 / clip))
             if not self.case.stage:
                 sent.add_(before, alpha=BETA1)
             if ranks > 1:
@@ -86,24 +100,33 @@ class LambSimulation(Simulation):
         self.m[name] = mean
         rebuilt = (mean - BETA1 * before) / (1 - BETA1)
         self.fresh[name] = BETA2 * self.fresh[name] + (1 - BETA2) * rebuilt * rebuilt
-        frozen = self.v[name].sqrt() + EPS
-        plain = mean / frozen
-        plain[self.v[name] == 0] = 0
-        update = plain + DECAY * self.x[name]
-        factor = float((frozen / (self.fresh[name].sqrt() + EPS)).max())
-        share = min(1.0, float(plain.norm() / update.norm()))
-        factor = min(MOST, max(LEAST, factor * share + 1 - share))
-        last = self.factors[name]
-        factor = min(last * (1 + THRESHOLD), max(last * (1 - THRESHOLD), factor))
-        self.factors[name] = factor
-        correction = (1 - BETA2**FREEZE) ** 0.5 / (1 - BETA1**step)
-        self.x[name] = self.x[name] - LR * correction * self.ratios[name] * factor * update
-        if not self.case.stage or ranks == 1:
-            self.replicas[name] = self.x[name].to(self.case.dtype)
-            return
-        for part in self.pieces[name]:
-            move = passed(self.x[name][part] - self.replicas[name][part].float(), self.case)
-            self.replicas[name][part] = (self.replicas[name][part].float() + move).to(self.case.dtype)
+
+    def _move(self, names: list[str], step: int) -> None:
+        """Update a parameter, given its parts."""
+        updates, squares, largest = {}, torch.zeros(2, dtype=torch.float64), 0.0
+        for name in names:
+            frozen = self.v[name].sqrt() + EPS
+            plain = self.m[name] / frozen
+            plain[self.v[name] == 0] = 0
+            updates[name] = plain + DECAY * self.x[name]
+            squares += torch.stack([one.double().square().sum() for one in (plain, updates[name])])
+            largest = max(largest, float((frozen / (self.fresh[name].sqrt() + EPS)).max()))
+        share = min(1.0, float(squares[0] / squares[1]) ** 0.5)
+        factor = min(self.most, max(self.least, largest * share + 1 - share))
+        last = self.factors[names[0]]
+        factor = min(last * (1 + self.threshold), max(last * (1 - self.threshold), factor))
+        self.factors[names[0]] = factor
+        rate = LR * self.ratios[names[0]] * factor
+        if dict(self.case.params).get("bias_correction", True):
+            rate *= (1 - BETA2**FREEZE) ** 0.5 / (1 - BETA1**step)
+        for name, update in updates.items():
+            self.x[name] = self.x[name] - rate * update
+            if not self.case.stage or self.case.ranks == 1:
+                self.replicas[name] = self.x[name].to(self.case.dtype)
+                continue
+            for part in self.pieces[name]:
+                move = passed(self.x[name][part] - self.replicas[name][part].float(), self.case)
+                self.replicas[name][part] = (self.replicas[name][part].float() + move).to(self.case.dtype)
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,13 @@ class ZeroOneSimulation(Simulation):
         for step in range(first, last):
             gradients = []
             for rank in range(self.case.ranks):
-                with torch.no_grad():
-                    for name, parameter in self.named:
-                        parameter.copy_(self.of_rank[rank][name].view(parameter.shape))
+                self._load(self.of_rank[rank])
                 gradients.append(self._local(step, rank))
             kind = kind_of_step(step + 1, self.group)
+            if kind is StepKind.VARIANCE:  # the engine reduces the gradients of the step before it computes their norm
+                mean = {n: torch.stack([one[n] for one in gradients]).sum(0) * (1 / len(gradients)) for n in self.x}
+                gradients = [mean]
+            clip = self._clip(gradients)
             self.seen += kind is StepKind.VARIANCE
             if kind in (StepKind.LOCAL, StepKind.SYNC):
                 if step == self.group["var_freeze_step"]:
@@ -96,23 +98,23 @@ class ZeroOneSimulation(Simulation):
                 self.rates = self.rates * (1 - LR * DECAY) + LR / self.case.corrected(BETA1, step + 1)
                 self.decayed = 1 - (1 - self.decayed) * (1 - LR * DECAY)
             for name in self.x:
-                self._take(kind, name, step + 1, [one[name] for one in gradients])
+                self._take(kind, name, step + 1, [one[name] for one in gradients], clip)
             if kind is StepKind.SYNC:
                 self.rates = self.decayed = 0.0
             if self.case.syncs_at(step + 1):
                 for one in self.of_rank:
                     one.update({name: value.to(self.case.dtype) for name, value in self.x.items()})
 
-    def _take(self, kind: StepKind, name: str, step: int, gradients: list[torch.Tensor]) -> None:
+    def _take(self, kind: StepKind, name: str, step: int, gradients: list[torch.Tensor], clip: float) -> None:
         case, ranks = self.case, self.case.ranks
         if kind is StepKind.VARIANCE:
-            mean = torch.stack(gradients).sum(0) * (1 / ranks)
+            mean = gradients[0] / (1 / clip)
             self.m[name] = self.m[name] * BETA1 + mean * (1 - BETA1)
             self.v[name] = self.v[name] * BETA2 + (1 - BETA2) * mean * mean
             self._move(name, step, bounded=False)
             self._copy(name)
             return
-        parts = [gradient * (1 - BETA1) for gradient in gradients]
+        parts = [gradient * ((1 - BETA1) / (1 / clip)) for gradient in gradients]
         if kind is StepKind.COMPRESSED:
             self.m[name] = self.m[name] * BETA1 + self._two_phases(name, parts)
             self._move(name, step)
