@@ -267,7 +267,7 @@ def test_each_part_and_layer_has_messages_of_one_bit(case: Case) -> None:
     for found in by_rank:
         own = simulation.of_rank[found["dp"]] if case.optimizer == "ZeroOneAdam" else simulation.replicas
         for name, value in found["params"].items():
-            near(value, wanted[name], name, 3e-5)
+            near(value, wanted[name], name, 3e-5)  # ranks sum parts of gradients in another order
             is_parted, replica = f"{name}@1" in simulation.places, found["replicas"][name]
             near(replica, own[f"{name}@{found['tp'] if is_parted else 0}"].view_as(replica), name, 3e-5)
             for other in by_rank:
