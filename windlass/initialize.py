@@ -31,6 +31,7 @@ from windlass.compress.quantize_training import plan_bits_of_stages, prepare_qua
 from windlass.compress.weight_quantization import is_requested, quantize_weights
 from windlass.config import Axes, Config, load_config
 from windlass.config.axis_sizes import axis_size
+from windlass.config.offload_section import idle_offload_warning
 from windlass.config.optimizer_section import late_start_warning
 from windlass.engine.compression_observer import observe_compression
 from windlass.engine.engine_reporter import startup_lines
@@ -209,6 +210,8 @@ def build_engine(
             note_out_of_memory(error, FailedRun(model, config, world, device, "load"))
             raise
     _warn_of_late_freeze(built, config)
+    if warning := idle_offload_warning(config.zero_optimization.offload_optimizer, config.zero_optimization.stage):
+        logger.warning(warning)
     try:
         engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, config)
     except Exception:  # raised on every rank
@@ -415,7 +418,7 @@ def _check_checkpoint_format(optimizer: torch.optim.Optimizer | None, config: Co
 
 
 def _warn_of_late_freeze(optimizer: torch.optim.Optimizer | None, config: Config) -> None:
-    """Log a warning if the schedule ends before a 1-bit optimizer compresses anything."""
+    """Log a warning if the schedule ends before the freeze, or the first local step, of a compressed optimizer."""
     steps = config.scheduler.params.get("total_num_steps") if config.scheduler is not None else None
     for group in optimizer.param_groups if optimizer is not None else ():
         if warning := late_start_warning(group, steps):

@@ -68,6 +68,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "uneven": uneven,
     "llama": llama,
     "llama-short": lambda *, tied: llama(tied=tied, layers=1),
+    "llama-two": lambda *, tied: llama(tied=tied, layers=2),
     "gpt2": gpt2,
     "mixtral": mixtral,
     "llama-lora": lambda *, tied: adapted(llama(tied=tied)),
@@ -95,6 +96,7 @@ class Case:
     optimizer: str = "AdamW"
     params: tuple[tuple[str, Any], ...] = tuple(ADAMW.items())
     bound: float = 1e-5  # for losses, norms and parameters
+    bf16: bool = False
 
     @property
     def ranks(self) -> int:
@@ -110,6 +112,7 @@ class Case:
         marks += ["under_init"] if self.under_init else []
         marks += [self.sequence] if any(axis == "sp" for axis, _ in self.axes) else []
         marks += [self.optimizer] if self.optimizer != "AdamW" else []
+        marks += ["bf16"] if self.bf16 else []
         return "-".join([self.model, axes, f"of{self.ranks}", f"stage{self.stage}", *marks])
 
 
@@ -124,6 +127,8 @@ class Found:
     params: dict[str, torch.Tensor] = field(default_factory=dict)
     model: dict[str, torch.Tensor] = field(default_factory=dict)
     print: str = ""
+    part: tuple[int, int] = (0, 0)  # this rank's index along tp and pp
+    replicas: dict[str, torch.Tensor] = field(default_factory=dict)  # the module's own values below stage 3
 
 
 def build(name: str, *, tied: bool) -> nn.Module:
@@ -160,11 +165,14 @@ def config_of(case: Case) -> dict[str, Any]:
         "zero_optimization": zero,
         "parallel": {**dict(case.axes), "sp_mode": case.sequence, **dict(case.more)},
         "comm": {"transport": case.transport},
+        "bf16": {"enabled": case.bf16},
     }
 
 
-def train(case: Case, steps: int = STEPS, save: str | None = None, source: str | None = None) -> Found:
-    """Train on one rank."""
+def train(
+    case: Case, steps: int = STEPS, save: str | None = None, source: str | None = None, save_at: int | None = None
+) -> Found:
+    """Train on one rank, and save after `save_at` steps, by default after all."""
     import windlass
 
     config = config_of(case)
@@ -192,13 +200,29 @@ def train(case: Case, steps: int = STEPS, save: str | None = None, source: str |
                 engine.step()
             result.losses.append(total)
         result.norms.append(engine.get_global_grad_norm())
+        if save is not None and engine.global_steps == save_at:
+            engine.save_checkpoint(save)
+    result.part = engine.mesh.tp.index, engine.mesh.pp.index
+    if case.stage < 3:
+        result.replicas = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     result.params = {n: windlass.zero.full_param(p).detach().clone() for n, p in engine.module.named_parameters()}
     result.print = str(engine.fingerprint())
     result.model = engine.full_state_dict()
-    if save is not None:
+    if save is not None and save_at is None:
         engine.save_checkpoint(save)
     engine.destroy()
     return result
+
+
+def step_once(engine: Any, step: int, accumulation: int) -> None:
+    """Take a step with this rank's micro-batches."""
+    batches = [batch(step, micro, engine.data_loading_ranks[1]) for micro in range(accumulation)]
+    if engine.mesh.pp.size > 1:
+        engine.train_batch(iter(batches))
+        return
+    for item in batches:
+        engine.backward(engine(**item).loss)
+        engine.step()
 
 
 def _copy(value: torch.Tensor | None) -> torch.Tensor | None:

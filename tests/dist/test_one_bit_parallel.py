@@ -1,5 +1,5 @@
-"""Law: 1-bit Adam over tensor and pipeline parallel ranks equals its rule in one process, with an exact codec and with
-one bit; a checkpoint loads at another tensor parallel size.
+"""Laws: 1-bit Adam over tensor and pipeline parallel ranks equals its rule in one process with an exact codec; 1-bit
+Adam, 1-bit LAMB and 0/1 Adam equal their simulations with one bit; a checkpoint loads at another tensor parallel size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import windlass
 from tests.dist import test_one_bit_adam as one_bit_adam
 from tests.dist.harness import run_ranks
-from tests.dist.parallel_runs import ADAMW, CLIP, Case, Found, batch, build, config_of, hold_all, near, train
+from tests.dist.parallel_runs import ADAMW, CLIP, Case, Found, batch, build, config_of, hold_all, near, step_once, train
 from tests.dist.test_compressed_parallel import parts_of
 from tests.dist.test_one_bit_adam import (
     BETA1,
@@ -28,6 +28,9 @@ from tests.dist.test_one_bit_adam import (
     snapshot,
 )
 from tests.dist.test_one_bit_adam import FREEZE as FROZEN
+from tests.dist.test_one_bit_lamb import LambSimulation
+from tests.dist.test_zero_one_adam import GROUP as ZERO_ONE
+from tests.dist.test_zero_one_adam import ZeroOneSimulation
 from windlass.zero.update.one_bit_adam_update import OneBitAdamUpdate
 
 FREEZE, STEPS = 1, 3
@@ -113,26 +116,27 @@ def test_a_checkpoint_loads_at_another_tensor_parallel_size(stage: int, tmp_path
         near(value, same[0].params[name], name, 3e-5)
 
 
-SIGNED = {
-    "lr": LR,
-    "betas": [BETA1, BETA2],
-    "eps": EPS,
-    "weight_decay": DECAY,
-    "freeze_step": FROZEN,
-    "max_update": 1.0,
+OPTIONS = {"lr": LR, "betas": [BETA1, BETA2], "eps": EPS, "weight_decay": DECAY}
+LIMITED = (("max_update", 1.0),)
+SIGNED: dict[str, tuple[int, int, tuple[tuple[str, Any], ...]]] = {  # steps before the simulation, all steps, options
+    "OneBitAdam": (FROZEN, FROZEN + 3, (("freeze_step", FROZEN), *LIMITED)),
+    "OneBitLamb": (FROZEN, FROZEN + 3, (("freeze_step", FROZEN),)),
+    "ZeroOneAdam": (1, 9, (*ZERO_ONE.items(), *LIMITED)),
 }
-SIGNED_STEPS = FROZEN + 3
 
 
 def train_with_one_bit(case: Case) -> dict[str, Any]:
     """Train, and return the state at the freeze, this rank's layouts, its replicas and the whole parameters."""
     engine: Any = windlass.initialize(model=build(case.model, tied=case.tied), config=config_of(case))[0]
-    found: dict[str, Any] = {"tp": engine.mesh.tp.index}
-    for step in range(SIGNED_STEPS):
-        if step == FROZEN:
+    begin, steps, _ = SIGNED[case.optimizer]
+    found: dict[str, Any] = {"tp": engine.mesh.tp.index, "pp": engine.mesh.pp.index, "dp": engine.data_loading_ranks[1]}
+    for step in range(steps):
+        if step == begin:
             found["frozen"] = snapshot(engine)
-        engine.backward(engine(**batch(step, 0, engine.data_loading_ranks[1])).loss)
-        engine.step()
+            if case.optimizer == "OneBitLamb":
+                named = engine.module.named_parameters()
+                found["ratios"] = {name: float(windlass.zero.full_state(p, "coeff_freeze")) for name, p in named}
+        step_once(engine, step, case.accumulation)
     found["replicas"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     found["params"] = {
         name: windlass.zero.full_param(p).detach().clone() for name, p in engine.module.named_parameters()
@@ -141,62 +145,134 @@ def train_with_one_bit(case: Case) -> dict[str, Any]:
     return found
 
 
-class PartedSimulation(Simulation):
-    """The compressed phase in one process, with separate messages for the part on each tensor-parallel rank."""
+class Parted:
+    """Mixin of simulations: separate messages for the part of a parameter on each tensor-parallel rank."""
 
-    def __init__(self, case: one_bit_adam.Case, model: Case, layouts: list[Any], frozen: dict[str, Any]) -> None:
-        self.case, self.model = case, build(model.model, tied=model.tied).train()
-        self.named, tp = list(self.model.named_parameters()), len(layouts)
+    def __init__(self, case: one_bit_adam.Case, by_rank: list[dict[str, Any]], model: Case) -> None:
+        self.of_model, self.tp = model, dict(model.axes).get("tp", 1)
+        first = [one for one in by_rank if not one["dp"]]
+        frozen: dict[str, Any] = {
+            key: {name: value for one in first for name, value in one["frozen"][key].items()}
+            for key in ("params", "m", "v")
+        }
         self.places = {
             f"{name}@{number}": (name, place)
-            for name, parameter in self.named
-            for number, place in enumerate(parts_of(name, parameter.shape, tp))
+            for name, value in frozen["params"].items()
+            for number, place in enumerate(parts_of(name, value.shape, self.tp))
         }
-        by_rank = [fragments(one, case.ranks) for one in layouts]
-        self.pieces = {key: by_rank[int(key[-1])][name] for key, (name, _) in self.places.items()}
-        self.x, self.m, self.v = (self._parted(frozen[key]) for key in ("params", "m", "v"))
-        self.replicas = {key: value.clone() for key, value in self.x.items()}
-        self.worker = [{key: torch.zeros_like(value) for key, value in self.x.items()} for _ in range(case.ranks)]
-        self.server = {key: torch.zeros_like(value) for key, value in self.x.items()}
+        # by tensor-parallel rank: the layouts of all pipeline stages
+        layouts = [
+            [unit for one in first if one["tp"] == tp for unit in one["frozen"]["layouts"]] for tp in range(self.tp)
+        ]
+        frozen = {key: self._parted(value) for key, value in frozen.items()}
+        more = []
+        if "ratios" in by_rank[0]:
+            ratios = {name: value for one in first for name, value in one["ratios"].items()}
+            more.append({key: ratios[name] for key, (name, _) in self.places.items()})
+        super().__init__(case, {**frozen, "layouts": layouts}, *more)  # type: ignore[call-arg]
+
+    def _build(self, case: one_bit_adam.Case) -> torch.nn.Module:
+        return build(self.of_model.model, tied=self.of_model.tied).train()
+
+    def _cut(self, layouts: list[Any]) -> dict[str, list[slice]]:
+        by_rank = [fragments(one, self.case.ranks) for one in layouts]  # type: ignore[attr-defined]
+        return {key: by_rank[int(key[-1])][name] for key, (name, _) in self.places.items()}
+
+    def _parameters(self) -> list[list[str]]:
+        groups: dict[str, list[str]] = {}
+        for key, (name, _) in self.places.items():
+            groups.setdefault(name, []).append(key)
+        return list(groups.values())
 
     def _parted(self, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {key: whole[name][place].reshape(-1).clone() for key, (name, place) in self.places.items()}
 
     def whole(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {name: torch.empty_like(parameter) for name, parameter in self.named}
+        found = {name: torch.empty_like(parameter) for name, parameter in self.named}  # type: ignore[attr-defined]
         for key, (name, place) in self.places.items():
             found[name][place] = parts[key].view_as(found[name][place])
         return found
 
-    def run(self, first: int, last: int) -> None:
-        for step in range(first, last):
-            with torch.no_grad():
-                for name, value in self.whole(self.replicas).items():
-                    self.model.get_parameter(name).copy_(value)
-            gradients = []
-            for reader in range(self.case.ranks):
-                loss = self.model(**batch(step, 0, reader)).loss
-                found = torch.autograd.grad(loss, [parameter for _, parameter in self.named])
-                gradients.append(self._parted({n: g for (n, _), g in zip(self.named, found, strict=True)}))
-            squares = sum(float(g.double().square().sum()) for one in gradients for g in one.values())
-            clip = min(1.0, CLIP / ((squares / self.case.ranks) ** 0.5 + 1e-6))
-            for key in self.x:
-                self._update(key, step + 1, [one[key] for one in gradients], clip)
+    @torch.no_grad()
+    def _load(self, values: dict[str, torch.Tensor]) -> None:
+        for name, value in self.whole(values).items():
+            self.model.get_parameter(name).copy_(value)  # type: ignore[attr-defined]
+
+    def _local(self, step: int, rank: int) -> dict[str, torch.Tensor]:
+        micros = range(self.of_model.accumulation)
+        loss = torch.stack([self.model(**batch(step, micro, rank)).loss for micro in micros]).mean()  # type: ignore[attr-defined]
+        found = torch.autograd.grad(loss, [parameter for _, parameter in self.named])  # type: ignore[attr-defined]
+        return self._parted({n: g for (n, _), g in zip(self.named, found, strict=True)})  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_parts_of_tensor_parallel_ranks_have_messages_of_one_bit(stage: int) -> None:
-    case = Case("llama-short", (("tp", 2),), stage=stage, world=4, optimizer="OneBitAdam", params=tuple(SIGNED.items()))
-    by_rank = run_ranks(train_with_one_bit, 4, case, timeout=120.0)
-    layouts = [next(one["frozen"]["layouts"] for one in by_rank if one["tp"] == tp) for tp in range(2)]
-    params = (("freeze_step", FROZEN), ("max_update", 1.0))
-    simulation = PartedSimulation(
-        one_bit_adam.Case(stage, 2, clipping=CLIP, params=params), case, layouts, by_rank[0]["frozen"]
+class PartedAdam(Parted, Simulation):
+    """Simulation of 1-bit Adam."""
+
+
+class PartedLamb(Parted, LambSimulation):
+    """Simulation of 1-bit LAMB. Its trust ratios are those of whole parameters."""
+
+
+class PartedZeroOne(Parted, ZeroOneSimulation):
+    """Simulation of 0/1 Adam."""
+
+
+SIMULATIONS: dict[str, Any] = {"OneBitAdam": PartedAdam, "OneBitLamb": PartedLamb, "ZeroOneAdam": PartedZeroOne}
+
+
+def signed(rule: str, axes: tuple[tuple[str, int], ...], model: str, **more: Any) -> Case:
+    return Case(model, axes, optimizer=rule, params=(*OPTIONS.items(), *SIGNED[rule][2]), **more)
+
+
+TP, PP, BOTH = (("tp", 2),), (("pp", 2),), (("pp", 2), ("tp", 2))
+SIGNED_CASES = [
+    *(signed("OneBitAdam", TP, "llama-short", stage=stage, world=4) for stage in (0, 1)),
+    signed("ZeroOneAdam", PP, "llama-two", stage=1, world=4, transport="gloo"),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            signed("OneBitAdam", TP, "llama-short", stage=2, world=4, accumulation=2),
+            *(
+                signed("OneBitAdam", PP, "llama-two", stage=stage, world=4, accumulation=2, transport="gloo")
+                for stage in (0, 1, 2)
+            ),
+            *(
+                signed(rule, axes, model, stage=stage, world=4)
+                for rule in ("OneBitLamb", "ZeroOneAdam")
+                for axes, model in ((TP, "llama-short"), (PP, "llama-two"))
+                for stage in (0, 1, 2)
+                if (rule, axes, stage) != ("ZeroOneAdam", PP, 1)
+            ),
+            *(
+                signed(rule, BOTH, "llama-two", stage=stage, world=8)
+                for rule, stage in (("OneBitAdam", 2), ("OneBitLamb", 1), ("ZeroOneAdam", 1), ("ZeroOneAdam", 2))
+            ),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SIGNED_CASES, ids=str)
+def test_each_part_and_layer_has_messages_of_one_bit(case: Case) -> None:
+    by_rank = run_ranks(train_with_one_bit, case.ranks, case, timeout=240.0)
+    begin, steps, params = SIGNED[case.optimizer]
+    of_law = one_bit_adam.Case(
+        case.stage, 2, clipping=CLIP, optimizer=case.optimizer, params=params, begin=begin, steps=steps
     )
-    simulation.run(FROZEN, SIGNED_STEPS)
+    simulation = SIMULATIONS[case.optimizer](of_law, by_rank, case)
+    simulation.run(begin, steps)
     wanted = simulation.whole(simulation.x)
+    is_local = case.optimizer == "ZeroOneAdam" and not case.stage  # ranks take local steps
+    assert {name for one in by_rank for name in one["params"]} == wanted.keys()
     for found in by_rank:
+        own = simulation.of_rank[found["dp"]] if case.optimizer == "ZeroOneAdam" else simulation.replicas
         for name, value in found["params"].items():
-            near(value, wanted[name], name, 3e-5)
-            others = [one["replicas"][name] for one in by_rank if one["tp"] == found["tp"]]
-            assert all(torch.equal(found["replicas"][name], other) for other in others), name
+            near(value, wanted[name], name, 3e-5)  # ranks sum parts of gradients in another order
+            is_parted, replica = f"{name}@1" in simulation.places, found["replicas"][name]
+            near(replica, own[f"{name}@{found['tp'] if is_parted else 0}"].view_as(replica), name, 3e-5)
+            for other in by_rank:
+                same_part = other["pp"] == found["pp"] and (not is_parted or other["tp"] == found["tp"])
+                if same_part and (other["dp"] == found["dp"] or not is_local):
+                    assert torch.equal(replica, other["replicas"][name]), name
+        moved = any(not torch.equal(found["params"][name], value) for name, value in found["replicas"].items())
+        assert moved or not case.stage, "replicas equal the master weights, so that the law would hold of wide messages"

@@ -20,6 +20,7 @@ from windlass.config.config_problems import MAX_LISTED, ProblemKind, format_valu
 from windlass.config.config_section import ConfigSection
 from windlass.config.key_status import KeyStatus
 from windlass.config.key_table import TRAINING_CONFIG, find_key
+from windlass.config.offload_section import idle_offload_warning
 from windlass.config.optimizer_section import COMPRESSED_OPTIMIZERS, OPTIMIZER_PARAMETERS, late_start_warning
 from windlass.config.root_config import Config
 
@@ -43,7 +44,8 @@ def check(
     autos = classify_auto_keys(found.config, client or guess_client(auto_keys_of(found.config)))
     wrong = report_problems(console, found, autos)
     report_autos(console, autos, guessed=client is None)
-    warnings = report_strictness(console, found, autos.client) + report_late_start(console, found.config)
+    warnings = report_strictness(console, found, autos.client)
+    warnings += report_late_start(console, found.config) + report_idle_offload(console, found.config)
     wrong += report_resolved(console, found.config, world, source, autos)
     wrong += report_disks(console, found.config)
     report_accepted(console, found)
@@ -108,12 +110,21 @@ def report_strictness(console: Console, found: ValidationResult, client: Client)
 
 
 def report_late_start(console: Console, config: Config) -> int:
-    """Print a warning if a compressed optimizer compresses nothing before its schedule ends. Return the number of
-    warnings."""
+    """Print a warning if the schedule of a compressed optimizer ends before its freeze or first local step. Return the
+    number of warnings."""
     if config.optimizer is None or config.scheduler is None or config.optimizer.type not in COMPRESSED_OPTIMIZERS:
         return 0
     defaults = {name: spec.default for name, spec in OPTIMIZER_PARAMETERS[config.optimizer.type].items()}
     text = late_start_warning({**defaults, **config.optimizer.params}, config.scheduler.params.get("total_num_steps"))
+    if text:
+        console.print(f"warning: {text}", style="bold")
+    return int(bool(text))
+
+
+def report_idle_offload(console: Console, config: Config) -> int:
+    """Print a warning if optimizer states stay on the device although they are to be offloaded. Return the number of
+    warnings."""
+    text = idle_offload_warning(config.zero_optimization.offload_optimizer, config.zero_optimization.stage)
     if text:
         console.print(f"warning: {text}", style="bold")
     return int(bool(text))
@@ -214,7 +225,7 @@ def resolved_rows(config: Config) -> list[tuple[str, str]]:
             "chosen at start-up for each unit"
             if config.offload is not None
             else f"parameters {_describe_tier(zero.offload_param)}, "
-            f"optimizer states {_describe_tier(zero.offload_optimizer)}",
+            f"optimizer states {_describe_tier(zero.offload_optimizer if zero.stage else None)}",
         ),
         ("buckets", f"reduce {zero.reduce_bucket_size:,}, all-gather {zero.allgather_bucket_size:,} elements"),
         ("step", f"at most {zero.sub_group_size:,} elements at once"),

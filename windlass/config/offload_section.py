@@ -154,3 +154,13 @@ class AioConfig(ConfigSection):
 def is_offloaded(section: Any) -> bool:
     """Return True if an offload section sets a tier other than the device."""
     return section is not None and section.device != "none"
+
+
+def idle_offload_warning(section: OffloadOptimizer | None, stage: int) -> str:
+    """Return a warning if optimizer states stay on the device although a section offloads them; else empty."""
+    if stage or section is None or section.device == "none":
+        return ""
+    return (
+        f'zero_optimization.offload_optimizer.device is "{section.device}" at stage 0, where every rank keeps whole '
+        'optimizer states on its device: nothing is offloaded; write stage 1, 2 or 3, or "device": "none"'
+    )

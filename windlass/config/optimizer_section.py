@@ -280,7 +280,7 @@ def _conflicting_values(kind: str, params: Mapping[str, Any], table: ParameterTa
 
 
 def late_start_warning(params: Mapping[str, Any], total_steps: Any) -> str:
-    """Return a warning if a schedule ends before a compressed optimizer compresses anything; empty if it does not.
+    """Return a warning if a schedule ends before a compressed optimizer's freeze or first local step; else empty.
 
     Args:
         params: parameters of the optimizer, with their defaults.
@@ -291,9 +291,13 @@ def late_start_warning(params: Mapping[str, Any], total_steps: Any) -> str:
     for key in FIRST_COMPRESSED_STEP:
         first = params.get(key)
         if isinstance(first, int) and first >= total_steps:
+            # ZeroOneAdam compresses odd steps before the freeze, once its variance interval exceeds 1.
+            exact = params.get("var_update_scaler", total_steps) if key == "var_freeze_step" else total_steps
+            compresses = exact + exact % 2 < total_steps
+            lost = "no step will be without messages" if compresses else "nothing will be compressed"
             return (
-                f"optimizer.params.{key} is {first}, and scheduler.params.total_num_steps is {total_steps}: nothing "
-                f"will be compressed in this run; write about 15 % of all steps, {max(1, total_steps * 15 // 100)}"
+                f"optimizer.params.{key} is {first}, and scheduler.params.total_num_steps is {total_steps}: {lost} "
+                f"in this run; write about 15 % of all steps, {max(1, total_steps * 15 // 100)}"
             )
     return ""
 

@@ -210,16 +210,28 @@ def test_comments_are_removed_with_a_note(tmp_path: Path, caplog: pytest.LogCapt
     assert config.optimizer is not None and config.optimizer.params == {"lr": 0.1}
 
 
-@pytest.mark.parametrize(("total", "warns"), [(50, True), (500, False)])
-def test_a_freeze_after_the_end_of_the_schedule_is_a_warning(tmp_path: Path, total: int, warns: bool) -> None:
+@pytest.mark.parametrize(
+    ("total", "lost"), [(15, "nothing will be compressed"), (50, "no step will be without messages"), (500, "")]
+)
+def test_a_freeze_after_the_end_of_the_schedule_is_a_warning(tmp_path: Path, total: int, lost: str) -> None:
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 100}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": total}},
     }
     code, text = run(write(tmp_path, json.dumps(config)))
+    assert code == 0 and ("fine (1 warning)" in text) == bool(lost)
+    found = f"var_freeze_step is 100, and scheduler.params.total_num_steps is {total}: {lost} in this run" in text
+    assert found == bool(lost)
+
+
+@pytest.mark.parametrize(("stage", "warns"), [(0, True), (1, False)])
+def test_an_offload_without_effect_is_a_warning(tmp_path: Path, stage: int, warns: bool) -> None:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    code, text = run(write(tmp_path, json.dumps({"train_batch_size": 4, "zero_optimization": zero})))
     assert code == 0 and ("fine (1 warning)" in text) == warns
-    assert ("var_freeze_step is 100, and scheduler.params.total_num_steps is 50: nothing will be" in text) == warns
+    assert ('offload_optimizer.device is "cpu" at stage 0' in text and "nothing is offloaded" in text) == warns
+    assert f"optimizer states {'device' if warns else 'host'}" in text
 
 
 def test_features_that_exclude_each_other_are_named_by_their_keys(tmp_path: Path) -> None:
