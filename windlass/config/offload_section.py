@@ -60,7 +60,8 @@ class OffloadOptimizer(ConfigSection):
     enable_key = "device"
 
     device: Device = honoured("none")
-    """none: on the device; cpu: in host memory; nvme: in files, with the step in host memory."""
+    """none: on the device; cpu: in host memory; nvme: in files, with the step in host memory. At stage 0 states stay on
+    the device."""
     nvme_path: Paths | None = honoured(None)
     """Folder on a disk, or several folders over which data is striped."""
     pin_memory: bool = honoured(True)
