@@ -15,7 +15,7 @@ def test_the_page_has_the_figures_of_the_result() -> None:
     page = " ".join((BENCH.parent / "docs" / "parameter-server.md").read_text("utf-8").split())
     waits, goes = summary["synchronous"], summary["asynchronous"]
     assert f"makes {waits['updates']} updates in 25 s and ends at a held-out loss of {waits['loss']:.2f} nats" in page
-    assert f"makes {goes['updates']}, has that loss after {summary['seconds_to_equal_loss']:.1f} s" in page
+    assert f"makes {goes['updates']:,}, has that loss after {summary['seconds_to_equal_loss']:.1f} s" in page
     assert f"ends at {goes['loss']:.2f}." in page
 
 
