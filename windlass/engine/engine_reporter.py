@@ -376,7 +376,7 @@ def _compression_lines(model: ShardedModel) -> list[str]:
 def _tier_lines(model: ShardedModel) -> list[str]:
     """Return a log line on tiers, if the configuration requests another tier than the device."""
     requested, tiers = model.settings.tiers, model.tiers
-    if requested.param is Tier.DEVICE and (requested.state is Tier.DEVICE or not model.policy.stage):
+    if requested.param is Tier.DEVICE and requested.state is Tier.DEVICE:
         return []
     if requested.of_units:  # `placement_table` has listed them
         return [f"disk: {tiers.disk.description()}"] if tiers.disk is not None else []

@@ -21,7 +21,7 @@ from windlass.comm.rank_group import world_group
 from windlass.comm.transport import WireOptions
 from windlass.config import Config
 from windlass.config.axis_sizes import Axes
-from windlass.config.offload_section import AutoOffload
+from windlass.config.offload_section import AutoOffload, OffloadOptimizer, OffloadParam
 from windlass.config.zero_section import ZeroConfig
 from windlass.engine.tier_planning import plan_tiers
 from windlass.storage import DeferredFailureTier, StagingPool, Tier, staging_buffer_bytes
@@ -239,8 +239,7 @@ def _autocast_reduced_parameters(model: nn.Module, config: Config) -> frozenset[
 
 def _build_placements(config: Config) -> Placements:
     """Return the tiers of parameters, gradients and states, and open the NVMe tier if one of them is NVMe."""
-    zero = config.zero_optimization
-    state, param = zero.offload_optimizer, zero.offload_param
+    state, param = _offload_sections(config)
     paths = [path for section in (state, param) if section is not None for path in _nvme_paths(section)]
     paths += config.offload.nvme_path or () if config.offload is not None else ()
     disk = _open_nvme_tier(list(dict.fromkeys(paths)), config) if paths else None
@@ -255,10 +254,9 @@ def planned_placements(config: Config, staging_limit: int | None) -> Placements:
     Args:
         staging_limit: bytes of host memory that stage NVMe transfers; None: nothing is on NVMe.
     """
-    zero = config.zero_optimization
     if config.offload is not None:
         return _undecided_placements(config, config.offload, staging_limit)
-    state, param = zero.offload_optimizer, zero.offload_param
+    state, param = _offload_sections(config)
     of_state = _TIER_OF_DEVICE[state.device] if state is not None else Tier.DEVICE
     gradient = of_state
     if of_state is Tier.NVME and state is not None:
@@ -273,6 +271,14 @@ def planned_placements(config: Config, staging_limit: int | None) -> Placements:
         read_ahead_numel=param.buffer_count * param.buffer_size if param is not None else 0,
         max_update_numel=_max_update_numel(staging_limit),
     )
+
+
+def _offload_sections(config: Config) -> tuple[OffloadOptimizer | None, OffloadParam | None]:
+    """Return the sections of optimizer states and of parameters. At stage 0 states stay on the device; see
+    `idle_offload_warning`.
+    """
+    zero = config.zero_optimization
+    return zero.offload_optimizer if zero.stage else None, zero.offload_param
 
 
 def _undecided_placements(config: Config, section: AutoOffload, staging_limit: int | None) -> Placements:
