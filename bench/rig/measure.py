@@ -11,6 +11,7 @@ from typing import Any
 from rig.floor import Roofs, floor
 from rig.job import Job, Size
 from rig.plan import BASE, groups, turn
+from rig.targets import AGAINST
 from rig.worker import start_ranks
 from windlass.cli.benches.bench_engines import synchronizes_gradients
 from windlass.cli.benches.bench_results import available_bytes
@@ -37,6 +38,7 @@ class Result:
     loss_apart: float | None = None  # largest difference from the reference, over all steps
     rounds: list[list[float]] = field(default_factory=list)  # timed steps
     base_rounds: list[list[float]] = field(default_factory=list)  # timed steps of `BASE` in the same rounds
+    rival_rounds: list[list[float]] = field(default_factory=list)  # timed steps of its rival in `AGAINST`, likewise
     compute: list[float] = field(default_factory=list)  # forward and backward of timed steps
     between: list[float] = field(default_factory=list)  # seconds from the end of a step to the start of the next
     traffic: dict[str, Any] | None = None
@@ -61,12 +63,17 @@ class Result:
     @property
     def ratios(self) -> list[float]:
         """For each round, the median step time divided by the median step time of `BASE` in that round."""
-        return [statistics.median(a) / statistics.median(b) for a, b in zip(self.rounds, self.base_rounds, strict=True)]
+        return _ratios(self.rounds, self.base_rounds)
 
     @property
     def ratio(self) -> float:
         """Median of `ratios`."""
         return statistics.median(self.ratios)
+
+    @property
+    def rival_ratio(self) -> float | None:
+        """Median over rounds of the median step time divided by the rival's in that round; None without a rival."""
+        return statistics.median(_ratios(self.rounds, self.rival_rounds)) if self.rival_rounds else None
 
     @property
     def share_of_floor(self) -> float | None:
@@ -78,6 +85,10 @@ class Result:
     def bytes_per_parameter(self) -> float:
         """Largest peak memory of a rank, in bytes for each parameter of the model."""
         return max(self.memory) / self.parameters
+
+
+def _ratios(rounds: list[list[float]], others: list[list[float]]) -> list[float]:
+    return [statistics.median(a) / statistics.median(b) for a, b in zip(rounds, others, strict=True)]
 
 
 @dataclass
@@ -158,7 +169,8 @@ def _in_fresh_ranks(result: Result, size: Size, ranks: int, check_steps: int) ->
 def _time(measured: Measured, names: list[str], effort: Effort, say: Say) -> None:
     results, size, ranks = measured.results, measured.size, measured.ranks
     needs = {name: results[name].footprint for name in names}
-    measured.groups = groups(names, needs, int(_SPARE * (available_bytes() or _UNKNOWN_MEMORY)))
+    rivals = {engine: rival for engine, (rival, _) in AGAINST.items()}
+    measured.groups = groups(names, needs, int(_SPARE * (available_bytes() or _UNKNOWN_MEMORY)), rivals)
     for group in measured.groups:
         say(f"time: {', '.join(group)} in turns, {effort.rounds} rounds of {effort.steps} steps")
         pools: dict[str, RankPool] = {}
@@ -201,8 +213,12 @@ def _rounds(pools: dict[str, RankPool], results: dict[str, Result], effort: Effo
         for name, seconds in of_round.items():
             results[name].rounds.append(seconds)
             results[name].base_rounds.append(of_round[BASE])
+            rival, _ = AGAINST.get(name, ("", 0.0))
+            if rival in of_round:
+                results[name].rival_rounds.append(of_round[rival])
     for name, item in losses.items():
-        results[name].losses = item
+        if not results[name].losses:  # an engine in two groups has the same losses twice
+            results[name].losses = item
 
 
 def _compare(measured: Measured) -> None:

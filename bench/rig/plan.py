@@ -7,25 +7,30 @@ from collections.abc import Mapping, Sequence
 BASE = "none"  # the compute alone; every group has it, because ratios are computed within a group
 
 
-def groups(engines: Sequence[str], needs: Mapping[str, int], budget: int) -> list[list[str]]:
+def groups(
+    engines: Sequence[str], needs: Mapping[str, int], budget: int, rivals: Mapping[str, str] | None = None
+) -> list[list[str]]:
     """Split `engines` into groups whose ranks fit into memory at once; each begins with `BASE`.
 
     Args:
         needs: bytes of all ranks of an engine.
         budget: maximum bytes of a group. An engine that exceeds it together with `BASE` gets its own group.
+        rivals: engine -> the engine with which its time is compared. It joins each group that has the first,
+            if it is one of `engines`, because a ratio needs times of the same rounds.
     """
+    rivals = {engine: rival for engine, rival in (rivals or {}).items() if engine in engines and rival in engines}
     results: list[list[str]] = []
-    taken: list[int] = []
-    for engine in engines:
-        if engine == BASE:
+    for engine in sorted(engines, key=lambda engine: engine in rivals.values()):  # a rival may have joined already
+        if engine == BASE or any(engine in group for group in results):
             continue
-        place = next((i for i, size in enumerate(taken) if size + needs[engine] <= budget), None)
-        if place is None:
-            results.append([BASE])
-            taken.append(needs[BASE])
-            place = len(results) - 1
-        results[place].append(engine)
-        taken[place] += needs[engine]
+        needed = [engine, rivals[engine]] if engine in rivals else [engine]
+        for group in results:
+            joined = [*group, *(name for name in needed if name not in group)]
+            if sum(needs[name] for name in joined) <= budget:
+                group[:] = joined
+                break
+        else:
+            results.append([BASE, *needed])
     return results or [[BASE]]
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from rig.floor import EXPLANATION
 from rig.measure import EQUAL_LOSS, Measured, Result
-from rig.targets import memory_target, missed, speed_target
+from rig.targets import AGAINST, memory_target, missed, speed_target
 
 
 def equality_line(measured: Measured) -> str:
@@ -102,6 +102,11 @@ def notes(measured: Measured) -> list[str]:
         f"{roofs.adam / 1e9:.1f} GB/s"
         for group, roofs in zip(measured.groups, measured.roofs, strict=True)
     ]
+    lines += [
+        f"{name}: {result.rival_ratio:.3f} x {AGAINST[name][0]} in the same rounds"
+        for name, result in measured.results.items()
+        if result.rival_ratio is not None
+    ]
     lines += [f"failed: {name}: {r.failure}" for name, r in measured.results.items() if r.failure]
     lines += [f"target missed: {line}" for line in missed(measured)]
     return lines
@@ -118,6 +123,7 @@ def plain(measured: Measured) -> dict[str, Any]:
                 "min_ms": min(result.steps) * 1e3,
                 "ratio": result.ratio,
                 "ratios": result.ratios,
+                "rival_ratio": result.rival_ratio,
                 "speed_target": speed_target(measured, name),
                 "share_of_floor": result.share_of_floor,
                 "time_outside_steps": sum(result.between) / (sum(result.between) + sum(result.steps)),

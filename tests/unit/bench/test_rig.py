@@ -30,6 +30,15 @@ def test_groups_fill_the_budget() -> None:
     ]
 
 
+def test_a_rival_joins_each_group_that_has_an_engine_compared_with_it() -> None:
+    from rig.plan import groups
+
+    needs = dict.fromkeys(["none", "rival", "other", "a", "b", "c"], 1)
+    rivals = {"a": "rival", "b": "rival", "c": "rival", "other": "absent"}
+    assert groups(list(needs), needs, 4, rivals) == [["none", "other", "a", "rival"], ["none", "b", "rival", "c"]]
+    assert groups(["none", "rival", "other"], needs, 4, rivals) == [["none", "rival", "other"]]
+
+
 def test_growing_sizes_end_with_the_requested_size() -> None:
     from rig.growth import sizes_up_to
     from rig.job import Size
@@ -118,10 +127,11 @@ def test_missed_targets_are_reported_for_the_target_workload_only() -> None:
     from rig.targets import missed
 
     measured = _measured(none=1.0, ddp=1.2, fsdp3=2.0, windlass_2_shm=1.03, windlass_1_shm=1.01, windlass_3_gloo=1.5)
+    measured.results["windlass-3-gloo"].rival_rounds = [[2.0, 2.0], [4.0, 4.0]]
     assert missed(measured) == [
         "windlass-2-shm: 1.030 x none, target 1.020",
         "windlass-2-shm: 14.0 bytes a parameter, target 13.0",
-        "windlass-3-gloo: 1.500 x none, target 1.400",
+        "windlass-3-gloo: 0.750 x fsdp3, target 0.600",
     ]
     assert missed(replace(measured, ranks=4)) == []
 
