@@ -105,6 +105,13 @@ _TITAN = "torchtitan benchmarks, 2024-12"
 _AZURE = "DeepSpeed blog, 2022-07-26"
 _INFINITY = "arXiv 2104.07857, figures 5a and 5c"
 _TABLE_1 = "model sizes, batch and mp of the paper's Table 1, from memory"
+# stage3_* of examples_deepspeed/azure/run-175b.sh and run-1t.sh of Megatron-DeepSpeed, which the page names
+_AZURE_ZERO = {
+    "stage": 3,
+    "stage3_max_live_parameters": 3_000_000_000,
+    "stage3_max_reuse_distance": 3_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+}
 
 
 def _infinity(name: str, figure: float, hidden: int, layers: int, batch: float, hosts: int, tiers: str) -> PublishedRun:
@@ -122,14 +129,22 @@ def _infinity(name: str, figure: float, hidden: int, layers: int, batch: float, 
     )  # fmt: skip
 
 
+_TITAN_ZERO = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 1_000_000_000}
+# At the run's commit (9dec370), a pipeline has as many micro-batches as ranks, and two parts for each rank of an
+# interleaved schedule, unless set (pipelining_utils.py). FSDP gathers parameters once a step (apply_fsdp in
+# parallelize_llama.py), as stage 1 does.
+_TITAN_PIPELINE = {"stage": 1}
+
+
 def _titan(row: int, name: str, figure: float, size: str, ranks: int, samples: int, length: int, **other: Any) -> Any:
     given = {"checkpointing": "full", "fused": True, "linear_dtype": "fp8", **other}
     parallel = given.pop("parallel", {})
     pipeline = given.pop("pipeline", {})
+    zero = given.pop("zero", _TITAN_ZERO)
     config = {
         **_BF16,
         "communication_data_type": "fp32",
-        "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 1_000_000_000},
+        "zero_optimization": zero,
         "parallel": parallel,
         "pipeline": pipeline,
     }
@@ -152,7 +167,19 @@ def published_runs() -> list[PublishedRun]:
         _infinity("0.1T", 41, 8192, 125, 24, 1, "sp"),
         _infinity("0.5T", 33, 18_432, 124, 8, 1, "spn"),
         _infinity("1T", 27, 25_600, 128, 7, 1, "spn"),
-    ]
+        PublishedRun(
+            11, "DeepSpeed", "ZeRO-Offload 0.01T, 1 DGX-2", _INFINITY, 35, "TFLOP/s", gpt(4096, 50, 32),
+            known_cluster("dgx2"), 16, 8, 1024,
+            {**_HALF, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            1, "full", assumed="the batch of ZeRO-Infinity's run",
+        ),
+        PublishedRun(
+            11, "DeepSpeed", "3D parallelism 0.5T, 32 DGX-2", _INFINITY, 47, "TFLOP/s", gpt(18_432, 124, 144),
+            known_cluster("dgx2"), 512, 1, 1024,
+            {**_HALF, "zero_optimization": {"stage": 1}, "parallel": {"tp": 8, "pp": 32}},
+            7 * 256, "full", assumed="tp 8, pp 32, micro-batch 1, the batch of ZeRO-Infinity's run",
+        ),
+    ]  # fmt: skip
     for hosts, seconds in ((280, 60.1), (350, 50.2), (420, 44.4)):
         data = hosts * 8 // 280
         runs.append(
@@ -170,13 +197,15 @@ def published_runs() -> list[PublishedRun]:
         ("1T", 165.36, (25_600, 128, 160), 1024, 8, 1024),
         ("2T", 157.0, (32_768, 160, 128), 1024, 8, 1024),
     ):
+        # run-175b.sh keeps the states on the device; run-1t.sh offloads them
+        tiers = {} if name == "175B" else {"offload_optimizer": {"device": "cpu"}}
         runs.append(
             PublishedRun(
                 28, "DeepSpeed", f"ZeRO-3 {name}, {ranks} A100", _AZURE, figure, "TFLOP/s", gpt(*sizes),
                 known_cluster("dgx-a100"), ranks, samples, length,
-                {**_HALF, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+                {**_HALF, "zero_optimization": {**_AZURE_ZERO, **tiers},
                  "parallel": {"activation_tier": "cpu", "recompute": True}},
-                1, "full", assumed="attention is not fused; one micro-batch a step" +
+                1, "full", assumed="attention is not fused; one micro-batch a step; activations in host memory" +
                 ("; micro-batch 8" if name == "530B" else ""), extra={"attention": 0.0},
             )
         )  # fmt: skip
@@ -196,13 +225,15 @@ def published_runs() -> list[PublishedRun]:
         )  # fmt: skip
     runs += [
         _titan(60, "70B, 256 H100, TP 8", 829, "70b", 256, 16, 8192, parallel={"tp": 8, "tp_sequence_norms": True}),
-        _titan(60, "405B, 512 H100, TP 8, PP 8, 1F1B", 100, "405b", 512, 1, 8192, micro_batches=32,
-               parallel={"tp": 8, "pp": 8, "tp_sequence_norms": True},
-               assumed="micro-batch 1; async TP is not simulated"),
-        _titan(60, "405B, 512 H100, TP 8, PP 8, interleaved", 128, "405b", 512, 1, 8192, micro_batches=32,
-               parallel={"tp": 8, "pp": 8, "tp_sequence_norms": True},
+        _titan(60, "70B, 256 H100, async TP 8", 876, "70b", 256, 16, 8192,
+               parallel={"tp": 8, "tp_sequence_norms": True}, assumed="async TP is not simulated"),
+        _titan(60, "405B, 512 H100, TP 8, PP 8, 1F1B", 100, "405b", 512, 4, 8192, micro_batches=8,
+               parallel={"tp": 8, "pp": 8, "tp_sequence_norms": True}, zero=_TITAN_PIPELINE,
+               assumed="async TP is not simulated"),
+        _titan(60, "405B, 512 H100, TP 8, PP 8, interleaved", 128, "405b", 512, 4, 8192, micro_batches=8,
+               parallel={"tp": 8, "pp": 8, "tp_sequence_norms": True}, zero=_TITAN_PIPELINE,
                pipeline={"schedule": "interleaved", "virtual_stages": 2},
-               assumed="micro-batch 1, 2 parts a stage; async TP is not simulated"),
+               assumed="async TP is not simulated"),
     ]  # fmt: skip
     for ranks, figure in ((32, 10_938), (64, 10_753)):
         runs.append(

@@ -59,6 +59,7 @@ class Operation:
         launches: Number of kernels.
         dtype: Dtype of a product, by short name.
         model_flops: FLOPs as counted for model FLOPs utilization (MFU).
+        cast_bytes: Bytes that kernels before a product read and write to convert its inputs to the product's dtype.
     """
 
     kind: str
@@ -67,6 +68,13 @@ class Operation:
     launches: int = 1
     dtype: str = "bf16"
     model_flops: float = 0.0
+    cast_bytes: float = 0.0
+
+    def scaled(self, factor: float) -> Operation:
+        """Return the operation with `factor` times the FLOPs and bytes, in as many kernels."""
+        return replace(
+            self, flops=factor * self.flops, nbytes=factor * self.nbytes, cast_bytes=factor * self.cast_bytes
+        )
 
     def seconds(self, device: DevicePart) -> float:
         """Return the time on a device."""
@@ -74,8 +82,8 @@ class Operation:
         if self.kind == "attention" and device.attention_efficiency:
             share = device.attention_efficiency
         arithmetic = self.flops / (device.peak(self.dtype) * share) if self.flops else 0.0
-        memory = self.nbytes / (device.memory_rate * device.memory_efficiency)
-        return max(arithmetic, memory, self.launches * device.launch_seconds)
+        rate = device.memory_rate * device.memory_efficiency
+        return max(arithmetic, self.nbytes / rate, self.launches * device.launch_seconds) + self.cast_bytes / rate
 
 
 @dataclass(frozen=True)
@@ -135,11 +143,13 @@ def product(m: float, k: float, n: float, style: ComputeStyle, *, weights: int =
     `[k, n]`, e.g. those of experts."""
     flops, size = 2.0 * m * k * n, style.itemsize
     dtype = (style.linear_dtype or style.dtype) if linear else style.dtype
-    nbytes = size * (m * k + weights * k * n + m * n)
+    inputs, cast_bytes = m * k + weights * k * n, 0.0
+    nbytes = size * (inputs + m * n)
     if dtype == "fp8" and style.dtype != "fp8":
-        # Each input is read for its largest value, read again, and written in fp8; the product reads the fp8 values.
-        nbytes = (2 * size + 1 + 1) * (m * k + weights * k * n) + size * m * n
-    return Operation("product", flops, nbytes, weights, dtype, flops)
+        # Kernels before the product read each input for its largest value, read it again, and write it in fp8.
+        cast_bytes = (2 * size + 1) * inputs
+        nbytes = inputs + size * m * n
+    return Operation("product", flops, nbytes, weights, dtype, flops, cast_bytes)
 
 
 def backward_of(one: Operation) -> Operation:
@@ -148,13 +158,7 @@ def backward_of(one: Operation) -> Operation:
     The backward of a product is two products: the gradients of its input and of its weight. Other operations read or
     write about twice the bytes.
     """
-    return replace(
-        one,
-        flops=2 * one.flops,
-        nbytes=2 * one.nbytes,
-        launches=2 * one.launches,
-        model_flops=2 * one.model_flops,
-    )
+    return replace(one.scaled(2), launches=2 * one.launches, model_flops=2 * one.model_flops)
 
 
 def elementwise(elements: float, eager: float, fused: float, launches: int, style: ComputeStyle) -> Operation:

@@ -266,9 +266,7 @@ def _half(segment: Segment, *, products_only: bool = False) -> Segment:
     It has half of each matrix product, and all other operations unless `products_only`.
     """
     kept = [
-        replace(one, flops=one.flops / 2, nbytes=one.nbytes / 2, launches=max(1, one.launches // 2))
-        if one.kind == "product"
-        else one
+        replace(one.scaled(0.5), launches=max(1, one.launches // 2)) if one.kind == "product" else one
         for one in segment.operations
         if one.kind == "product" or not products_only
     ]
@@ -278,7 +276,7 @@ def _half(segment: Segment, *, products_only: bool = False) -> Segment:
 def _scaled(segment: Segment, factor: float) -> Segment:
     return Segment(
         segment.name,
-        tuple(replace(one, flops=one.flops * factor, nbytes=one.nbytes * factor) for one in segment.operations),
+        tuple(one.scaled(factor) for one in segment.operations),
     )
 
 

@@ -25,6 +25,7 @@ from windlass.simulate.collective_cost import CollectiveCosts, RankPattern
 from windlass.simulate.event_loop import EventLoop, LinkKey
 from windlass.simulate.goodput import expected_goodput
 from windlass.simulate.hardware_parts import DEVICES, HOSTS, DevicePart, LinkPart
+from windlass.simulate.layer_work import ComputeStyle, backward_of, product
 from windlass.simulate.model_blocks import global_model_flops, rank_sizes
 from windlass.simulate.model_states import state_bytes_of_rank
 from windlass.simulate.predict_step import predict_kinds, predict_step
@@ -245,6 +246,19 @@ def test_checkpointing_follows_the_configuration_unless_it_is_given() -> None:
         for one, given in ((enabled, None), (config(), "full"), (enabled, "none"))
     )
     assert followed == full > none
+
+
+def test_inputs_of_fp8_products_are_cast_before_the_product() -> None:
+    part = DEVICES["h100"]
+    m, k, n = 4096.0, 1024.0, 512.0
+    one = product(m, k, n, ComputeStyle(linear_dtype="fp8"))
+    rate, inputs = part.memory_rate * part.memory_efficiency, m * k + k * n
+    multiply = max(2 * m * k * n / (part.peak("fp8") * part.matmul_efficiency), (inputs + 2 * m * n) / rate)
+    assert one.seconds(replace(part, launch_seconds=0.0)) == pytest.approx(multiply + 5 * inputs / rate)
+    whole = backward_of(one)
+    assert whole.seconds(replace(part, launch_seconds=0.0)) == pytest.approx(2 * (multiply + 5 * inputs / rate))
+    assert product(m, k, n, ComputeStyle()).cast_bytes == 0
+    assert product(m, k, n, ComputeStyle(linear_dtype="fp8"), linear=False).cast_bytes == 0
 
 
 def test_a_dtype_without_a_rate_has_that_of_a_wider_one() -> None:
