@@ -1,5 +1,5 @@
-"""Decode rate of one request to a random Llama: windlass with packed weights, and llama.cpp with the same model as
-GGUF.
+"""Decode rate and memory of one request to a random Llama: windlass with packed weights, and llama.cpp with the same
+model as GGUF.
 
 python bench/compressed_serve.py --llama-bin llama/bin    # needs the package gguf
 """
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
+from windlass.cli.model_run import measure_run
 from windlass.compress.gguf_file import write_gguf
 from windlass.compress.packed_directory import write_packed_directory
 from windlass.inference.llm import LLM
@@ -52,15 +53,23 @@ def main(
     finally:
         if work is None:
             shutil.rmtree(folder)
-    table = Table(title="Generated tokens/s of one request")
-    for column in ("format", "file, MB", "windlass", "times fp32", "llama.cpp", "ratio", "goal"):
+    table = Table(title="Generated tokens/s of one request, and peak memory")
+    columns = ("format", "file, MB", "windlass", "times fp32", "MB", "llama.cpp", "ratio", "goal", "its MB")
+    for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
         peer = row.get("llama")
         cells = (f"{peer:.1f}", f"{row['windlass'] / peer:.2f}", f"{row['goal']:.1f}") if peer else ("", "", "")
         speed = f"{row['windlass'] / rows[0]['windlass']:.2f}"
-        table.add_row(row["format"], f"{row['bytes'] / 1e6:.0f}", f"{row['windlass']:.1f}", speed, *cells)
-    bench_console().print(table)
+        memory, its = (_megabytes(row.get(name)) for name in ("memory", "llama_memory"))
+        table.add_row(row["format"], _megabytes(row["bytes"]), f"{row['windlass']:.1f}", speed, memory, *cells, its)
+    console = bench_console()
+    console.print(table)
+    console.print(
+        "MB: peak resident bytes of a process that answers one request, pages of its files included; windlass: above "
+        "those before the model is loaded, llama.cpp: of the whole process",
+        soft_wrap=True,
+    )
     write_result(results, {"layers": layers, "hidden": hidden, "threads": torch.get_num_threads(), "rows": rows})
 
 
@@ -80,19 +89,25 @@ def _measure(
                 write_gguf(packed, files[name])
     own: dict[str, list[float]] = {name: [] for name in engines}
     peer: dict[str, list[float]] = {name: [] for name in files}
+    peer_memory: dict[str, int | None] = {}
     for name, path in engines.items():
         with LLM(path, device="cpu", max_sequences=1, skip_tokenizer_init=True, max_model_len=128) as llm:
             _rate(llm)
             for _ in range(rounds):
                 own[name].append(_rate(llm))
                 if name in files and tools is not None:
-                    peer[name].append(_llama_rate(files[name], tools))
+                    rate, peer_memory[name] = _run_llama(files[name], tools)
+                    peer[name].append(rate)
     rows = []
     for name, path in engines.items():
         row: dict[str, Any] = {"format": name, "windlass": statistics.median(own[name]), "rates": own[name]}
         row["bytes"] = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        run = measure_run(path)
+        if run.memory is not None and run.idle_memory is not None:
+            row["memory"] = run.memory - run.idle_memory
         if peer.get(name):
             row |= {"llama": statistics.median(peer[name]), "llama_rates": peer[name], "goal": _FORMATS[name]}
+            row["llama_memory"] = peer_memory[name]
         rows.append(row)
     return rows
 
@@ -128,28 +143,42 @@ def _rate(llm: LLM) -> float:
     return _ANSWER / (seconds[1] - seconds[0])
 
 
-def _llama_rate(path: Path, tools: Path) -> float:
-    """Return the generated tokens a second of llama.cpp's own benchmark."""
+def _run_llama(path: Path, tools: Path) -> tuple[float, int | None]:
+    """Return the generated tokens a second of llama.cpp's own benchmark, and the peak resident bytes of its process."""
     count = str(torch.get_num_threads())
-    command = [
-        str(tools / "llama-batched-bench"),
-        "-m",
-        str(path),
-        "-c",
-        "512",
-        "-npp",
-        str(_PROMPT),
-        "-ntg",
-        str(_ANSWER),
-    ]
+    command = [str(tools / "llama-batched-bench"), "-m", str(path), "-c", "512"]
+    command += ["-npp", str(_PROMPT), "-ntg", str(_ANSWER)]
     command += ["-npl", "1", "-t", count, "-tb", count, "--output-format", "jsonl"]
     for _ in range(_TRIES):  # now and then the program exits with code 0 but prints no row
-        found = subprocess.run(command, check=True, capture_output=True, text=True)
-        lines = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(command, stdout=output, stderr=errors, text=True)
+            peak = None
+            while process.poll() is None:
+                peak = _peak_of(process.pid) or peak
+                time.sleep(0.02)
+            output.seek(0)
+            errors.seek(0)
+            text, complaints = output.read(), errors.read()
+        if process.returncode:
+            raise SystemExit(f"{command[0]} failed with code {process.returncode}:\n{complaints}")
+        lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         speeds = [float(line["speed_tg"]) for line in lines if "speed_tg" in line]
         if speeds:
-            return speeds[0]
-    raise SystemExit(f"{command[0]} printed no speed for {path.name}:\n{found.stdout}{found.stderr}")
+            return speeds[0], peak
+    raise SystemExit(f"{command[0]} printed no speed for {path.name}:\n{text}{complaints}")
+
+
+def _peak_of(pid: int) -> int | None:
+    """Return the peak resident bytes of a process; None if it has ended, or without Linux's /proc."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), None)
+
+
+def _megabytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 1e6:.0f}"
 
 
 if __name__ == "__main__":

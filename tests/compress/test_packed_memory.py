@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import mmap
 import os
 import pickle
 import traceback
@@ -22,13 +23,14 @@ from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels import packed_gemm
 from windlass.kernels.inference_path import get_inference_path
-from windlass.kernels.mapped_bytes import find_pages, map_bytes
+from windlass.kernels.mapped_bytes import drop_pages, find_pages, map_bytes, record_mapped_parameters
 from windlass.kernels.packed_linear import PackedLinear
 
 FORMATS = ["int4_g128", "int8", "binary_g128"]
 IDS = torch.arange(12)[None]
 _M_MMAP_THRESHOLD = -3  # constant of <malloc.h>
-OVERHEAD = 10 << 20  # activations, KV cache, and the layer that is being packed
+FAULT_BYTES = 1 << 16  # pages that one fault maps
+OVERHEAD = 12 << 20  # activations, KV cache, and the layer that is being packed
 
 native = pytest.mark.skipif(get_inference_path().module is None, reason="there are no native kernels here")
 
@@ -246,3 +248,44 @@ def test_an_engine_holds_a_shared_embedding_once(
     with torch.no_grad():
         ids = torch.tensor([[0, 16383, 77], [5, 15, 16]])
         assert torch.equal(runner.model.get_input_embeddings()(ids), table[ids])
+
+
+@native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_engine_holds_unpacked_weights_of_a_file_once(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 4096, "max_position_embeddings": 64}
+    wide: Any = build("llama", tie_word_embeddings=tied, **sizes).to(dtype)
+    wide.save_pretrained(tmp_path / "wide")
+    file = tmp_path / "wide" / "model.safetensors"
+    options: dict[str, Any] = {"kv_cache_tokens": 256, "max_sequences": 4, "max_tokens_per_step": 128, "dtype": dtype}
+    with LLM(tmp_path / "wide", skip_tokenizer_init=True, activations="float", **options) as llm:
+        runner = llm.engine.runner
+        outputs = llm.generate([IDS[0].tolist()], SamplingParams(temperature=0, max_tokens=6, logprobs=2))
+        embedding = runner.model.get_input_embeddings().weight
+        assert embedding.is_meta == tied
+        held = runner._packed.nbytes + (0 if tied else embedding.nbytes)
+        assert held > 0.95 * file.stat().st_size
+        faults = 2 * FAULT_BYTES * len(list(wide.parameters()))  # a page fault also maps pages of the next weight
+        assert runner._packed.nbytes + resident(file) < file.stat().st_size + faults
+        row = wide.get_input_embeddings().weight[77]
+        assert torch.equal(runner.model.get_input_embeddings()(torch.tensor(77)), row)
+    if dtype == torch.float32:
+        assert_greedy(wide, outputs)
+
+
+def test_only_views_of_files_are_recorded_as_mapped(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 16))
+    mapped = torch.from_file(str(tmp_path / "file"), shared=False, size=1 << 14)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    anonymous = torch.frombuffer(mmap.mmap(-1, 1 << 16, flags=flags), dtype=torch.float32)
+    plain, view = torch.zeros(1 << 14), mapped[100:9000]
+    for one in (mapped, view, anonymous, plain, torch.empty(4, device="meta")):
+        parameter = torch.nn.Parameter(one, requires_grad=False)
+        record_mapped_parameters([parameter])
+        assert (find_pages(parameter) is not None) == (one is mapped or one is view)
+    assert not view.any() and resident(tmp_path / "file") > 0
+    parameter = torch.nn.Parameter(mapped, requires_grad=False)
+    record_mapped_parameters([parameter])
+    drop_pages(parameter)
+    assert resident(tmp_path / "file") == 0

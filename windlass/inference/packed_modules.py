@@ -22,7 +22,7 @@ from windlass.inference.model_forward import find_device
 from windlass.inference.step_recording import get_recorder
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import get_inference_path
-from windlass.kernels.mapped_bytes import drop_pages, find_pages
+from windlass.kernels.mapped_bytes import drop_pages, find_pages, record_mapped_parameters
 from windlass.kernels.packed_gemm import (
     PackedPanels,
     join_packed,
@@ -208,6 +208,8 @@ def pack_modules(
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.free_panels()  # panels of earlier forwards would stay in memory in addition to the packed ones
+    if frees_weights:
+        record_mapped_parameters(model.parameters())
     found = find_groups(model, probe, weight_format)
     for parameter in model.parameters():
         drop_pages(parameter)  # the probe has read these pages

@@ -341,7 +341,8 @@ def panel_rows(panels: torch.Tensor, index: torch.Tensor, dtype: torch.dtype, fe
         index: int64 `[...]`.
         dtype: dtype of the weight.
     """
-    return panels[index // _PANEL, :, index % _PANEL].view(dtype)[..., :features]
+    rows = panels[index // _PANEL, :, index % _PANEL].contiguous()  # a view for an index without dimensions
+    return rows.view(dtype)[..., :features]
 
 
 def pack_panels(
