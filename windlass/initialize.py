@@ -160,7 +160,8 @@ def build_engine(
             "dist_init_required=False, but torch.distributed is not initialised; initialise it or remove this argument"
         )
     if config.activation_checkpointing.enabled:
-        enable_checkpointing(model, "activation_checkpointing.enabled")
+        function = activation_checkpoint_api.checkpoint if config.activation_checkpointing.changes_storage else None
+        enable_checkpointing(model, "activation_checkpointing.enabled", function)
     setup_distributed(config, distributed_port)
     if "comms_logger" in config.model_fields_set:
         comms_logger.configure(config.comms_logger)

@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import windlass
 from tests.dist.harness import run_ranks
 from tests.dist.test_sequence_parallel import axis_of_all, batch, build, check_close
+from windlass.parallel import activation_checkpoint_api
 from windlass.parallel.saved_tensor_offload import SavedTensorOffloader
 
 # every parameter is resharded, no unit is prefetched, and none is kept for a later use
@@ -153,3 +155,64 @@ def test_recomputation_beside_states_on_disk(tier: str, tmp_path: Path) -> None:
     model = build("llama")
     apply_memory_savings(model, config)
     assert model.model.layers[0].gradient_checkpointing and not list(tmp_path.iterdir())
+
+
+def checkpointed_by_section(section: dict[str, Any]) -> tuple[list[float], int]:
+    """Train three steps. Return the losses, and the bytes of layer inputs that were offloaded."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"activation_checkpointing": section} if section else {}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+        **options,
+    }
+    engine: Any = windlass.initialize(model=build("llama"), config=config)[0]
+    ids = torch.randint(0, 24, (2, 64), generator=torch.Generator().manual_seed(1)).to(engine.device)
+    losses = []
+    for _ in range(3):
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    counters = activation_checkpoint_api.get_offload_counters()
+    engine.destroy()
+    activation_checkpoint_api.set_options(None)
+    return losses, counters.offloaded_bytes if counters is not None else 0
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_layers_checkpointed_by_the_section_store_their_inputs_in_its_tier(tier: str, tmp_path: Path) -> None:
+    on_tier = {"enabled": True} | ({"cpu_checkpointing": True} if tier == "cpu" else {"nvme_path": str(tmp_path)})
+    device = {"WINDLASS_EMULATE_DEVICE": "1GB"}
+    plain, on_device, elsewhere = (
+        run_ranks(checkpointed_by_section, 2, section, env=device) for section in ({}, {"enabled": True}, on_tier)
+    )
+    layers, nbytes = 2, 2 * 64 * 32 * 4  # two samples of 64 tokens with 32 float32 features
+    for (losses, none), (same, still_none), (again, moved) in zip(plain, on_device, elsewhere, strict=True):
+        assert losses == pytest.approx(same, rel=1e-6) and losses == pytest.approx(again, rel=1e-6)
+        assert losses[2] < losses[0] and none == still_none == 0
+        assert moved == 3 * layers * nbytes
+
+
+def test_files_of_layer_inputs_lie_in_the_folder_of_the_checkpointing_section(tmp_path: Path) -> None:
+    from windlass.config import load_config
+    from windlass.engine.parallelize import apply_memory_savings
+
+    own, other = tmp_path / "own", tmp_path / "other"
+    offload = {"device": "nvme", "nvme_path": str(other)}
+    config = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 2, "offload_optimizer": offload},
+        "activation_checkpointing": {"nvme_path": str(own)},
+        "parallel": {"recompute": True, "activation_tier": "nvme"},
+    }
+    for folder in (own, other):
+        folder.mkdir()
+    model = build("llama")
+    apply_memory_savings(model, load_config(config))
+    ids = torch.randint(0, 24, (2, 64))
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert load_config(config).activation_paths == [str(own)]
+    del config["activation_checkpointing"]
+    assert load_config(config).activation_paths == [str(other)]

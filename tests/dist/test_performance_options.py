@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
 
+import windlass
 from tests.dist.equivalence_runs import Setting, ds_config, hold_all, specimen, start
 from tests.dist.harness import RankError, run_ranks
 from tests.dist.quick_rows import in_shares, share
 from tests.models import Place
 from tests.oracle import Recipe
+from windlass.zero.core.prefetcher import Prefetcher
+from windlass.zero.core.unit import Unit
 
 Knob = tuple[str, Any]
 
@@ -146,3 +152,52 @@ def test_sparse_embedding_gradients_are_reduced_like_dense_ones(ranks: int) -> N
     zero = (("contiguous_gradients", False),)
     settings = [Setting(stage=stage, config=(("sparse_gradients", True),)) for stage in range(4)]
     hold_all("sparse_lookups", recipe, [*settings, Setting(stage=2, zero=zero), Setting(stage=3, zero=zero)])
+
+
+class TwoResults(nn.Module):
+    """Linear layer that returns its output and the output's mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.linear(x)
+        return out, out.mean()
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TwoResults() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        means = []
+        for layer in self.layers:
+            x, mean = layer(x)
+            means.append(mean)
+        return x.square().sum() + sum(means)
+
+
+def uses_in_a_step() -> list[str]:
+    """Return the unit of each use that the prefetcher records in a step, by the layer's number."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "blocks": ["TwoResults"]}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    engine: Any = windlass.initialize(model=Chain(), config=config)[0]
+    uses: list[str] = []
+    record = Prefetcher.record_use
+
+    def observe(self: Prefetcher, unit: Unit) -> None:
+        uses.append(unit.names[0].split(".")[1])
+        record(self, unit)
+
+    with patch.object(Prefetcher, "record_use", observe):
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+    engine.destroy()
+    return uses
+
+
+def test_a_block_with_several_outputs_has_one_use_in_a_backward() -> None:
+    assert run_ranks(uses_in_a_step, 2) == [["0", "1", "2", "2", "1", "0"]] * 2

@@ -181,10 +181,17 @@ def cases_of_four_ranks() -> Iterator[Case]:
     yield Case(stage=3, zero=QUANTIZED, other=BF16)
     yield Case({"dp_replicate": 2}, 3, SHARDED, other=BF16)
     yield Case({"tp": 4}, 0, model={"num_key_value_heads": 4, "vocab_size": 68})
+    yield Case({"tp": 4}, 1)  # two ranks share a key head, and parts of the vocabulary differ
     yield Case({"sp": 4}, 1, model={"num_key_value_heads": 4})
     yield Case({"sp": 2, "tp": 2}, 1)
     yield Case({"sp": 2, "tp": 2, "sp_mode": "ring"}, 3, SHARDED, micro_batches=1)
     yield Case({"ep": 2, "tp": 2}, 2)
+    for zero in (SHARDED, MIXED, SHARDED | {"stage3_max_reuse_distance": 9000}):
+        yield Case({"tp": 2}, 3, zero)
+        yield Case({"ep": 2, "tp": 2}, 3, zero)
+    for axes in ({"ep": 2, "tp": 2}, {"ep": 2} | NORMS, {"ep": 1} | NORMS):
+        yield Case(axes, 1)
+        yield Case({**axes, "recompute": True}, 1)
     yield Case({"ep": 2, "sp": 2}, 3, SHARDED)
     yield Case({"ep": 4}, 3, MIXED)
     yield Case({"pp": 2, "tp": 2}, 0)
@@ -235,10 +242,10 @@ def moved_by_others(cases: list[tuple[str, Case]], frozen: tuple[str, ...] = ())
         first, second = other_model(name, case.model), other_model(name, case.model)
         for key, parameter in [*first.named_parameters(), *second.named_parameters()]:
             parameter.requires_grad_(not any(word in key for word in frozen))
-        pipe, _, counted = train_steps(first, case)
+        pipe, _, tp, counted = train_steps(first, case)
         place = known_cluster("dgx-h100").with_devices(2)
         config = load_config(case.config())
-        simulated = predict_step(second, config, place, world_size=2, length=LENGTH).moved[pipe]
+        simulated = predict_step(second, config, place, world_size=2, length=LENGTH, tp_rank=tp).moved[pipe]
         if _nonzero(simulated) != counted:
             found.append([f"{name} {case}: simulated {_nonzero(simulated)}, counted {counted}"])
     return found
@@ -276,7 +283,7 @@ def test_bytes_of_frozen_parameters_equal_those_of_ranks_along_other_axes() -> N
         assert run_ranks(moved_by_others, 2, cases, frozen) == [[], []]
 
 
-Moved = tuple[int, int, dict[str, dict[str, int]]]
+Moved = tuple[int, int, int, dict[str, dict[str, int]]]
 
 
 def moved(cases: list[Case]) -> list[Moved]:
@@ -298,7 +305,7 @@ def moved_by(case: Case) -> Moved:
 
 
 def train_steps(model: Any, case: Case) -> Moved:
-    """Train, and return the pipeline stage, the data-parallel rank, and the bytes received in the last step."""
+    """Train, and return the ranks along pp, data and tp, and the bytes received in the last step."""
     import windlass
 
     engine: Any = windlass.initialize(model=model, config=case.config())[0]
@@ -315,9 +322,9 @@ def train_steps(model: Any, case: Case) -> Moved:
             engine.step()
     found = {name: dict(axis.traffic.bytes_moved) for name, axis in engine.mesh.axes.items() if axis.size > 1}
     found["data"] = dict(engine.report()["bytes_moved"])
-    pipe, data = engine.mesh.pp.index, engine.mesh.dense.data.index
+    place = engine.mesh.pp.index, engine.mesh.dense.data.index, engine.mesh.tp.index
     engine.destroy()
-    return pipe, data, _nonzero(found)
+    return *place, _nonzero(found)
 
 
 def _nonzero(moved: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
@@ -331,15 +338,15 @@ def differences(ranks: int, cases: list[Case]) -> list[str]:
     lines = []
     for number, case in enumerate(cases):
         place = known_cluster("dgx-h100").with_devices(ranks)
-        predicted: dict[int, Any] = {}
+        predicted: dict[tuple[int, int], Any] = {}
         for rank, each in enumerate(results):
-            pipe, data, counted = each[number]
-            if data not in predicted:
-                predicted[data] = predict_step(
+            pipe, data, tp, counted = each[number]
+            if (data, tp) not in predicted:
+                predicted[data, tp] = predict_step(
                     case.shape(), load_config(case.config()), place, world_size=ranks, length=LENGTH,
-                    checkpointing="full" if case.checkpointing else "none", step=case.steps, data_rank=data,
+                    checkpointing="full" if case.checkpointing else "none", step=case.steps, data_rank=data, tp_rank=tp,
                 )  # fmt: skip
-            found = predicted[data]
+            found = predicted[data, tp]
             simulated = _nonzero(found.moved[pipe])
             for axis in sorted({*counted, *simulated}):
                 one, other = simulated.get(axis, {}), counted.get(axis, {})
@@ -357,7 +364,11 @@ def test_simulated_bytes_equal_those_of_two_ranks() -> None:
 
 def test_simulated_bytes_of_sequences_that_the_ranks_do_not_divide() -> None:
     assert LENGTH % 3
-    assert not differences(3, [Case({"sp": 3, "sp_mode": "ring"}, 3, MIXED, micro_batches=1, other=BF16)])
+    cases = [
+        Case({"sp": 3, "sp_mode": "ring"}, 3, MIXED, micro_batches=1, other=BF16),
+        compressed("PowerSGD", start_step=2, rank=2),  # a third of a message is rounded down
+    ]
+    assert not differences(3, cases)
 
 
 @pytest.mark.slow
@@ -374,3 +385,19 @@ def test_simulated_bytes_of_compressed_steps(ranks: int) -> None:
 @pytest.mark.slow
 def test_simulated_bytes_equal_those_of_four_ranks() -> None:
     assert not differences(4, list(cases_of_four_ranks()))
+
+
+def cases_of_more_ranks(ranks: int) -> Iterator[Case]:
+    yield Case({"tp": 2}, 3, SHARDED)
+    yield Case({"ep": 2, "tp": 2} if ranks == 8 else {"ep": 2}, 3, MIXED)  # ranks along tp have other parts of experts
+    yield Case({"dp_replicate": 2}, 3, SHARDED)
+    yield Case({"pp": 2}, 3, SHARDED, pipeline=OFTEN)
+    yield Case(stage=3, zero=SHARDED | QUANTIZED | {"zero_hpz_partition_size": 2})
+    yield compressed("PowerSGD", 0, 3, {"tp": 2}, start_step=2, rank=2)
+    yield compressed("OneBitAdam", 2, 3, {"tp": 2}, freeze_step=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [6, 8])
+def test_simulated_bytes_equal_those_of_more_ranks(ranks: int) -> None:
+    assert not differences(ranks, list(cases_of_more_ranks(ranks)))

@@ -7,8 +7,8 @@ from windlass.config.key_status import honoured
 
 
 class ActivationCheckpointing(ConfigSection):
-    """Options of `windlass.checkpointing.checkpoint`. Except for `enabled`, the options do not affect models that call
-    torch's own checkpoint function."""
+    """Options of `windlass.checkpointing.checkpoint`. If `enabled` is true, layers of transformers models call it too.
+    The options do not affect models that call torch's own checkpoint function."""
 
     enabled: bool = honoured(False, windlass_only=True)
     """Call `gradient_checkpointing_enable` of the model in `initialize`, as transformers' Trainer does."""
@@ -29,3 +29,13 @@ class ActivationCheckpointing(ConfigSection):
     nvme_path: Paths = honoured(list, windlass_only=True)
     """Store the saved inputs of checkpointed calls in files in these folders; empty: no files. Blocks of data are
     distributed over the folders round-robin."""
+
+    @property
+    def changes_storage(self) -> bool:
+        """True if torch's checkpoint function would not do what the section requests."""
+        return any(
+            (
+                *(self.partition_activations, self.contiguous_memory_optimization, self.cpu_checkpointing),
+                *(self.synchronize_checkpoint_boundary, self.profile, bool(self.nvme_path)),
+            )
+        )

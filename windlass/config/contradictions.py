@@ -246,6 +246,12 @@ def _activation_tier(config: Config) -> Iterator[tuple[str, str]]:
             f'"{section.activation_tier}", but parallel.recompute is false, so no layer inputs are saved; write true '
             'there, or "device" here',
         )
+    if section.activation_tier == "nvme" and not config.activation_paths:
+        yield (
+            "parallel.activation_tier",
+            '"nvme", but no section has a folder for the files; add activation_checkpointing.nvme_path, or nvme_path '
+            "of zero_optimization.offload_optimizer, zero_optimization.offload_param or offload",
+        )
     if section.tp_sequence_norms and section.tiled_mlp:
         yield (
             "parallel.tiled_mlp",

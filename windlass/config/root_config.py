@@ -327,6 +327,15 @@ class Config(ConfigSection):
             return 2
         return self.parallel.tp_overlap_chunks
 
+    @property
+    def activation_paths(self) -> list[str]:
+        """Folders of the files of `parallel.activation_tier` "nvme": those of `activation_checkpointing`, else those of
+        the first offload section that has some; empty: no section has one."""
+        zero = self.zero_optimization
+        sections = (self.activation_checkpointing, zero.offload_param, zero.offload_optimizer, self.offload)
+        given = (list(one.nvme_path) for one in sections if one is not None and one.nvme_path)
+        return next(given, [])
+
     def refusals(self) -> list[ConfigRefusal]:
         """List every unsupported setting of this configuration; empty means that it can be trained.
 

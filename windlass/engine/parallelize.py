@@ -266,14 +266,12 @@ def _partition_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
 
 def apply_memory_savings(model: nn.Module, config: Config) -> None:
     """Apply tiling and recomputation as the configuration requests, once per model."""
-    section, zero = config.parallel, config.zero_optimization
+    section = config.parallel
     if isinstance(model, PipelineSequential) and config.pipeline.activation_checkpoint_interval:
         model.set_activation_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
     if not (section.tiled_mlp or section.tiled_loss or section.recompute) or model in _memory_optimized:
         return
     _memory_optimized.add(model)
-    sections = (zero.offload_param, zero.offload_optimizer, config.offload)
-    paths = [one.nvme_path for one in sections if one is not None and one.nvme_path]
     tier = None if section.activation_tier == "device" else section.activation_tier
     apply_long_context(
         model,
@@ -281,7 +279,7 @@ def apply_memory_savings(model: nn.Module, config: Config) -> None:
         tiled_loss=section.tiled_loss,
         recompute=section.recompute,
         activation_tier=tier,
-        nvme_path=paths[0] if paths and tier == "nvme" else None,
+        nvme_path=config.activation_paths if tier == "nvme" else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -9,14 +10,17 @@ from torch import nn
 from windlass.base.errors import ModelError
 
 
-def enable_checkpointing(model: nn.Module, source: str = "--checkpointing") -> None:
+def enable_checkpointing(
+    model: nn.Module, source: str = "--checkpointing", checkpoint: Callable[..., Any] | None = None
+) -> None:
     """Enable activation checkpointing of each layer, as transformers does.
 
     Args:
         source: option or key that requests checkpointing, for the message.
+        checkpoint: function that the layers call in place of torch's.
 
     Raises:
-        ModelError: the model does not support activation checkpointing.
+        ModelError: the model does not support activation checkpointing, or its layers take no other function.
     """
     newer: Any = getattr(model, "activation_checkpointing_enable", None)
     older: Any = getattr(model, "gradient_checkpointing_enable", None)
@@ -29,6 +33,20 @@ def enable_checkpointing(model: nn.Module, source: str = "--checkpointing") -> N
         older(gradient_checkpointing_kwargs=options)
     else:
         raise ModelError(f"{type(model).__name__} has no switch for activation checkpointing; leave {source} out")
+    if checkpoint is None:
+        return
+    layers = [module for module in model.modules() if hasattr(module, _FUNCTION)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} checkpoints its layers by a function of its own, so {source} stores their inputs "
+            "on the device; call windlass.checkpointing.checkpoint in the model, or leave the other keys of the "
+            "section out"
+        )
+    for layer in layers:
+        setattr(layer, _FUNCTION, checkpoint)
+
+
+_FUNCTION = "_gradient_checkpointing_func"  # attribute of transformers' layers: the function that they call
 
 
 def disable_checkpointing(model: nn.Module) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from windlass.parallel.model_shape import ModelShape
+from windlass.parallel.tensor.head_partition import partition_heads
+from windlass.parallel.tensor.rank_ranges import count_elements, make_even_ranges, make_expert_ranges
 from windlass.simulate.hardware_parts import DevicePart
 
 _WIDE = 4  # bytes of an intermediate element of norms and losses
@@ -101,6 +103,8 @@ class LayerSizes:
         norm_tokens: Tokens for which the rank computes norms and residuals.
         vocabulary: Rows of the rank's embedding and head.
         local_experts: Experts on this rank; 0: one feed-forward network.
+        shares_keys: Several ranks along tp compute the same key heads, so that each has the full matrices of keys and
+            values.
     """
 
     tokens: int
@@ -114,26 +118,44 @@ class LayerSizes:
     norm_tokens: int
     vocabulary: int
     local_experts: int
+    shares_keys: bool = False
 
 
 def layer_sizes(
-    shape: ModelShape, samples: int, length: int, *, tp: int, sp: int, ep: int, ulysses: int, sequence_norms: bool
+    shape: ModelShape,
+    samples: int,
+    length: int,
+    *,
+    tp: int,
+    sp: int,
+    ep: int,
+    ulysses: int,
+    sequence_norms: bool,
+    tp_rank: int = 0,
 ) -> LayerSizes:
-    """Return the sizes of one rank's part of a layer, for a micro-batch of `samples` sequences of `length` tokens."""
+    """Return the sizes of one rank's part of a layer, for a micro-batch of `samples` sequences of `length` tokens.
+
+    Args:
+        tp_rank: Rank along tp. If the parts differ, those of the first ranks are the largest.
+    """
     tokens = samples * -(-length // sp)
-    heads, kv = -(-shape.heads // tp), max(1, -(-shape.resolved_kv_heads // tp))
+    partition = partition_heads("attention", shape.heads, shape.resolved_kv_heads, tp)
+    (first, last), (first_key, last_key) = partition.query_ranges[tp_rank], partition.key_range(tp_rank)
+    heads = last - first
+    split = make_expert_ranges if shape.experts else make_even_ranges
     rounds = sp // ulysses
     return LayerSizes(
         tokens=tokens,
         length=length,
         attended=samples * -(-length // rounds),
         heads=heads,
-        kv_heads=kv,
+        kv_heads=last_key - first_key,
+        shares_keys=partition.has_shared_keys,
         attention_heads=-(-heads // ulysses),
-        inner=-(-(shape.intermediate or 4 * shape.hidden) // tp),
+        inner=count_elements(split(shape.intermediate or 4 * shape.hidden, tp)[tp_rank]),
         rows=tokens * (shape.top_k if shape.experts else 1),
         norm_tokens=-(-tokens // tp) if sequence_norms else tokens,
-        vocabulary=-(-shape.vocabulary // tp),
+        vocabulary=count_elements(make_even_ranges(shape.vocabulary, tp)[tp_rank]),
         local_experts=-(-shape.experts // ep),
     )
 

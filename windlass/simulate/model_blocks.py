@@ -83,6 +83,7 @@ def rank_sizes(work: StepWork) -> LayerSizes:
         ep=work.grid.ep,
         ulysses=work.volumes.ulysses_degree or work.grid.sp,
         sequence_norms=work.volumes.tp_sequence_norms,
+        tp_rank=work.tp_rank,
     )
 
 

@@ -34,6 +34,7 @@ def predict_step(
     timeline: bool = False,
     step: int = 1,
     data_rank: int = 0,
+    tp_rank: int = 0,
 ) -> StepPrediction:
     """Predict one optimizer step of `model` under `config` on `cluster`, in steady state.
 
@@ -50,6 +51,7 @@ def predict_step(
         timeline: Record the spans of ranks and links.
         step: Number of the step, from 1, for an optimizer that reduces gradients itself ([Note: kinds of steps]).
         data_rank: Data-parallel rank whose compressed messages are counted ([Note: bytes of messages]).
+        tp_rank: Rank along tp whose parts of uneven shards are counted.
 
     Raises:
         ConfigError: the configuration does not fit the ranks or cannot be simulated, the cluster has fewer devices than
@@ -59,7 +61,7 @@ def predict_step(
     world = world_size or cluster.devices
     work = describe_step(
         model, config, world, length, checkpointing=checkpointing, fused=fused, linear_dtype=linear_dtype, step=step,
-        data_rank=data_rank,
+        data_rank=data_rank, tp_rank=tp_rank,
     )  # fmt: skip
     return predict_work(work, cluster, timeline=timeline)
 

@@ -164,8 +164,16 @@ class RankUnits:
         layer.self_attn = attention
         attention.q_proj = _with_weight(self._matrix(heads * head, hidden, sizes.heads * head))
         for name in ("k_proj", "v_proj"):
-            setattr(attention, name, _with_weight(self._matrix(keys * head, hidden, sizes.kv_heads * head)))
-        attention.o_proj = _with_weight(self._matrix(heads * head, hidden, sizes.heads * head))
+            setattr(
+                attention,
+                name,
+                _with_weight(
+                    self._parameter((keys * head, hidden), partial=True)
+                    if sizes.shares_keys
+                    else self._matrix(keys * head, hidden, sizes.kv_heads * head)
+                ),
+            )
+        attention.o_proj = _with_weight(self._matrix(hidden, heads * head, sizes.heads * head, dim=1))
         layer.mlp = self._experts() if shape.experts else self._feed_forward()
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(layer, name, _with_weight(self._parameter((hidden,), partial=cut)))
@@ -174,8 +182,9 @@ class RankUnits:
     def _feed_forward(self) -> nn.Module:
         shape, inner = self._work.shape, nn.Module()
         width = shape.intermediate or 4 * shape.hidden
-        for name in ("gate_proj", "up_proj", "down_proj") if shape.gated else ("up_proj", "down_proj"):
+        for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
             setattr(inner, name, _with_weight(self._matrix(width, shape.hidden, self._sizes.inner)))
+        inner.down_proj = _with_weight(self._matrix(shape.hidden, width, self._sizes.inner, dim=1))
         return inner
 
     def _experts(self) -> nn.Module:
@@ -184,20 +193,23 @@ class RankUnits:
         outer.gate = _with_weight(self._parameter((shape.experts, shape.hidden)))
         outer.experts = inner
         axes = [axis for axis in ("ep", "tp") if grid.size(axis) > 1]
-        for name, matrices in (("gate_up_proj", 2 if shape.gated else 1), ("down_proj", 1)):
-            whole = (shape.experts, matrices * width, shape.hidden)
-            part = (local, matrices * self._sizes.inner, shape.hidden)
-            setattr(inner, name, self._parameter(whole, part, axes=axes, is_expert=grid.ep > 1))
+        sections, part = 2 if shape.gated else 1, self._sizes.inner
+        for name, whole, own in (
+            ("gate_up_proj", (sections * width, shape.hidden), (sections * part, shape.hidden)),
+            ("down_proj", (shape.hidden, width), (shape.hidden, part)),
+        ):
+            one = self._parameter((shape.experts, *whole), (local, *own), axes=axes, is_expert=grid.ep > 1)
+            setattr(inner, name, one)
         return outer
 
     def _vocabulary(self, both: tuple[int, ...]) -> nn.Parameter:
         shape = self._work.shape
         return self._matrix(shape.vocabulary, shape.hidden, self._sizes.vocabulary, both=both)
 
-    def _matrix(self, rows: int, columns: int, local: int, *, both: tuple[int, ...] = ()) -> nn.Parameter:
-        """Return a matrix whose rows are divided along tp."""
+    def _matrix(self, rows: int, columns: int, local: int, *, dim: int = 0, both: tuple[int, ...] = ()) -> nn.Parameter:
+        """Return a matrix of which this rank has `local` rows (`dim` 0) or columns (`dim` 1)."""
         axes = ["tp"] if self._work.grid.tp > 1 else []
-        return self._parameter((rows, columns), (local, columns), axes=axes, both=both)
+        return self._parameter((rows, columns), (rows, local) if dim else (local, columns), axes=axes, both=both)
 
     def _parameter(
         self,

@@ -156,8 +156,10 @@ class StageTasks:
         elif segment.name == "feed-forward":
             self._exchange_tokens(block, counts=False)
         ends = ("feed-forward", "attention inputs") if backward else ("attention output", "feed-forward")
-        if segment.name in ends:
-            if self.work.volumes.tp_sequence_norms:
+        experts = segment.name == "feed-forward" and self.work.shape.experts > 0
+        if segment.name in ends and (scatters or not experts):
+            # Experts read and return the tokens of all ranks along tp.
+            if self.work.volumes.tp_sequence_norms and not experts:
                 if scatters:
                     self._over_tp("reduce_scatter", self.activation_bytes, block.name)
             elif backward or self.work.tp_chunks == 1:

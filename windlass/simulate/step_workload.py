@@ -81,6 +81,7 @@ class StepWork:
         whole_states: Number of optimizer states per element before the step, if the optimizer updates whole parameters
             and does not shard its states; else None.
         data_rank: Data-parallel rank whose compressed messages are counted; other ranks' may differ by some bytes.
+        tp_rank: Rank along tp whose parts are counted; those of the first ranks are the largest.
         model: Model whose units are used, or, with pp, ep or tp, whose frozen parameters are frozen in a decoder of its
             sizes; None: the units are those of a decoder, all trained.
     """
@@ -112,6 +113,7 @@ class StepWork:
     kinds: tuple[KindOfStep, ...] = ()
     whole_states: int | None = None
     data_rank: int = 0
+    tp_rank: int = 0
     model: nn.Module | None = None
 
     @property
@@ -151,6 +153,7 @@ def describe_step(
     linear_dtype: str = "",
     step: int = 1,
     data_rank: int = 0,
+    tp_rank: int = 0,
 ) -> StepWork:
     """Describe the step of a model under a configuration.
 
@@ -161,7 +164,7 @@ def describe_step(
             else `none`. `parallel.recompute` and `pipeline.activation_checkpoint_interval` always imply `full`.
         fused, linear_dtype: See `ComputeStyle`.
         step: Number of the step, from 1, for an optimizer whose steps differ ([Note: kinds of steps]).
-        data_rank: See `StepWork`.
+        data_rank, tp_rank: See `StepWork`.
 
     Raises:
         ConfigError: the batch or the axes do not fit the ranks, the layers or experts do not fit the axes, `offload` is
@@ -231,6 +234,7 @@ def describe_step(
         kinds=kinds_of_steps(states.name, states.options, shards=shards_states),
         whole_states=_whole_states(states, step) if not shards_states else None,
         data_rank=data_rank,
+        tp_rank=tp_rank,
         schedule=pipeline.schedule,
         tp_chunks=config.tp_overlap_chunks,
         unit_rules=UnitRules(

@@ -79,12 +79,9 @@ class ZeroLanes:
         if not backward:
             self.begin_forward()
         for block in (chunk.backward_order if backward else chunk.blocks) if self._reshards else ():
-            self._record_use(block)
+            for unit in _sharded(block):
+                self._prefetcher.record_use(cast(Any, unit))
         self._had_backward = self._had_backward or backward
-
-    def _record_use(self, block: SimulatedBlock) -> None:
-        for unit in _sharded(block):
-            self._prefetcher.record_use(cast(Any, unit))
 
     @property
     def _reshards(self) -> bool:
@@ -102,26 +99,36 @@ class ZeroLanes:
         if self._stage < 3:
             return
         self._lanes.flush()
-        if self._reshards:
-            self._record_use(block)
-        for unit in _sharded(block):
+        own = _sharded(block)
+        for number, unit in enumerate(own):
+            if self._reshards:
+                self._prefetcher.record_use(cast(Any, unit))
             if unit.shard_state is ShardState.SHARDED:
                 self._gather(unit, backward=backward)
             self._lanes.block_on(unit.gathered)
-        for unit in self._ahead(chunk, block, backward=backward):
-            self._gather(unit, backward=backward)
+            # The engine prefetches after each unit, so the next unit may be one of the same block.
+            for other in self._ahead(chunk, block, own[number + 1 :], backward=backward):
+                self._gather(other, backward=backward)
 
-    def _ahead(self, chunk: ModelChunk, block: SimulatedBlock, *, backward: bool) -> list[SimulatedUnit]:
+    def _ahead(
+        self, chunk: ModelChunk, block: SimulatedBlock, rest: list[SimulatedUnit], *, backward: bool
+    ) -> list[SimulatedUnit]:
+        """Return the units to gather now, ahead of their use.
+
+        Args:
+            rest: units of the block that are used next.
+        """
         if self._shares_memory:
             return []
         order = chunk.backward_order if backward else chunk.blocks
         after = order[order.index(block) + 1 :]
         if self._reshards:
             # A forward prefetches no units for the backward: ranks agree on the order of gathers in each phase.
-            here = {unit for one in after for unit in _sharded(one)}
+            here = {*rest, *(unit for one in after for unit in _sharded(one))}
             predicted = self._prefetcher.units_to_prefetch(self._live_numel())
             return list(takewhile(here.__contains__, (cast(SimulatedUnit, one) for one in predicted)))
-        return [unit for one in after[:1] for unit in _sharded(one) if unit.shard_state is ShardState.SHARDED]
+        following = [] if rest else [unit for one in after[:1] for unit in _sharded(one)]
+        return [unit for unit in following if unit.shard_state is ShardState.SHARDED]
 
     def release(self, block: SimulatedBlock, *, in_use: SimulatedBlock | None = None) -> None:
         """Reshard the units of a block, unless they are used again soon.

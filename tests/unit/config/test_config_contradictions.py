@@ -89,6 +89,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("parallel.ulysses_degree", {"parallel": {"sp": 4, "sp_mode": "ulysses+ring", "ulysses_degree": 3}}),
     ("parallel.ulysses_degree", {"parallel": {"sp": 4, "ulysses_degree": 2}}),
     ("parallel.activation_tier", {"train_batch_size": 8, "parallel": {"activation_tier": "cpu"}}),
+    ("parallel.activation_tier", {"parallel": {"recompute": True, "activation_tier": "nvme"}}),
     ("parallel.tiled_mlp", {"train_batch_size": 8, "parallel": {"tp_sequence_norms": True, "tiled_mlp": True}}),
     ("checkpoint.format", {"train_batch_size": 8, "parallel": {"tp": 2}, "checkpoint": {"format": "deepspeed"}}),
     ("checkpoint.format", {"optimizer": {"type": "PowerSGD"}, "checkpoint": {"format": "deepspeed"}}),

@@ -23,7 +23,7 @@ from windlass.parallel.tensor.linear_layers import (
 )
 from windlass.parallel.tensor.model_tp_plan import read_tp_plan, read_tp_plan_entries
 from windlass.parallel.tensor.plan_entry import PlanEntry
-from windlass.parallel.tensor.rank_ranges import join_sections, make_even_ranges
+from windlass.parallel.tensor.rank_ranges import join_sections, make_even_ranges, make_expert_ranges
 from windlass.parallel.tensor.tensor_parallel_plan import (
     ModuleShard,
     ShardStyle,
@@ -205,19 +205,14 @@ def _rotary_features(model: nn.Module, name: str) -> int:
 
 
 def _shard_experts(name: str, module: nn.Module, ranks: int) -> list[ModuleShard]:
-    """Shard each expert along its intermediate features, in all parameters.
-
-    Shards are multiples of 8 features if possible, because grouped matrix products require rows that are multiples of
-    16 bytes.
-    """
+    """Shard each expert along its intermediate features, in all parameters."""
     layout = read_fused_experts_layout(module)
     if isinstance(layout, str):
         raise make_cannot_shard_error(name, layout)
     size, sections = layout.intermediate_size, layout.num_sections
     if size < ranks:
         raise make_cannot_shard_error(name, f"{size} features of an expert are too few for {ranks} ranks")
-    grain = next(grain for grain in (8, 4, 2, 1) if size % grain == 0 and (size // grain >= ranks or grain == 1))
-    shares = make_even_ranges(size, ranks, grain)
+    shares = make_expert_ranges(size, ranks)
     if layout.is_interleaved:
         first = tuple(tuple((start * sections, stop * sections) for start, stop in ranges) for ranges in shares)
     else:

@@ -35,6 +35,13 @@ def make_even_ranges(size: int, ranks: int, grain: int | None = None) -> RankRan
     return tuple((compute_shard_range(size, ranks, rank, grain=grain),) for rank in range(ranks))
 
 
+def make_expert_ranges(size: int, ranks: int) -> RankRanges:
+    """Distribute the intermediate features of each expert, in multiples of 8 if possible: grouped matrix products
+    require rows that are multiples of 16 bytes."""
+    grain = next(grain for grain in (8, 4, 2, 1) if size % grain == 0 and (size // grain >= ranks or grain == 1))
+    return make_even_ranges(size, ranks, grain)
+
+
 def scale_ranges(spans: Sequence[tuple[int, int]], grain: int) -> RankRanges:
     """Convert spans of items (heads) to ranges of elements, with `grain` elements per item."""
     return tuple(((start * grain, stop * grain),) for start, stop in spans)

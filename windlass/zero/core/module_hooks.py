@@ -97,7 +97,7 @@ class ObservedModules:
             return
         for tensor in iterate_tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._runtime.pre_backward_inside(call))
+                tensor.register_hook(lambda _: self._runtime.pre_backward(call))
 
     def remove(self) -> None:
         """Remove the hooks of this class."""

@@ -176,22 +176,18 @@ class UnshardRuntime:
         return self._call_stack[-1] if self._call_stack and self._call_stack[-1].block is block else None
 
     def pre_backward(self, call: BlockCall) -> None:
-        """Unshard the units of `call` when a gradient reaches one of its outputs, and wait for them."""
+        """Unshard the units of `call` when a gradient reaches one of its tensors, and wait for them.
+
+        Only the first gradient of a backward counts: the trace of the prefetcher has one use for each backward.
+        """
         self.register_backward()
         for unit in call.units:
-            self._calls_in_backward[unit.index].add(id(call))
             if torch.is_grad_enabled():
                 unit.keep_unsharded = True  # create_graph: nodes created now may use the values at any later time
-            self._unshard(unit, backward=True)
-
-    def pre_backward_inside(self, call: BlockCall) -> None:
-        """Run `pre_backward` when a gradient reaches an inner module's output, unless it has run for `call` already.
-
-        Usually `pre_backward` has run, because a gradient reached the block's outputs first. A second run would record
-        the use twice in the trace of the prefetcher.
-        """
-        if not all(id(call) in self._calls_in_backward[unit.index] for unit in call.units):
-            self.pre_backward(call)
+            calls = self._calls_in_backward[unit.index]
+            if id(call) not in calls:
+                calls.add(id(call))
+                self._unshard(unit, backward=True)
 
     def post_backward(self, call: BlockCall) -> None:
         """Reshard the units of `call` at the end of its backward: the gradient of one of its inputs is complete."""
