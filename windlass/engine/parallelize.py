@@ -264,15 +264,19 @@ def _partition_sequences(model: nn.Module, mesh: Mesh, config: Config) -> None:
         )
 
 
-def apply_memory_savings(model: nn.Module, config: Config) -> None:
-    """Apply tiling and recomputation as the configuration requests, once per model."""
+def apply_memory_savings(model: nn.Module, config: Config, *, opens_tiers: bool = True) -> None:
+    """Apply tiling and recomputation as the configuration requests, once per model.
+
+    Args:
+        opens_tiers: False: recomputed layers keep their inputs on the device, e.g. for a plan.
+    """
     section = config.parallel
     if isinstance(model, PipelineSequential) and config.pipeline.activation_checkpoint_interval:
         model.set_activation_checkpoint_interval(config.pipeline.activation_checkpoint_interval)
     if not (section.tiled_mlp or section.tiled_loss or section.recompute) or model in _memory_optimized:
         return
     _memory_optimized.add(model)
-    tier = None if section.activation_tier == "device" else section.activation_tier
+    tier = section.activation_tier if opens_tiers and section.activation_tier != "device" else None
     apply_long_context(
         model,
         tiled_mlp=section.tiled_mlp,

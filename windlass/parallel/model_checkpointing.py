@@ -35,15 +35,21 @@ def enable_checkpointing(
         raise ModelError(f"{type(model).__name__} has no switch for activation checkpointing; leave {source} out")
     if checkpoint is None:
         return
-    layers = [module for module in model.modules() if hasattr(module, _FUNCTION)]
-    if not layers:
+    if not replace_checkpoint_function(model, checkpoint):
         raise ModelError(
             f"{type(model).__name__} checkpoints its layers by a function of its own, so {source} stores their inputs "
             "on the device; call windlass.checkpointing.checkpoint in the model, or leave the other keys of the "
             "section out"
         )
+
+
+def replace_checkpoint_function(model: nn.Module, checkpoint: Callable[..., Any]) -> int:
+    """Let all layers of a transformers model call another function for activation checkpointing. Return the number of
+    layers."""
+    layers = [module for module in model.modules() if hasattr(module, _FUNCTION)]
     for layer in layers:
         setattr(layer, _FUNCTION, checkpoint)
+    return len(layers)
 
 
 _FUNCTION = "_gradient_checkpointing_func"  # attribute of transformers' layers: the function that they call

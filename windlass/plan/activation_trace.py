@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from windlass.base.errors import ModelError
 from windlass.base.tensor_tree import iterate_tensors
 from windlass.comm.mesh_axis import MeshAxis
+from windlass.parallel.activation_store import ActivationTier
 from windlass.parallel.pipeline.apply_pipeline_parallel import get_pipeline_stages
 from windlass.parallel.pipeline.pipeline_action import RankActions
 from windlass.parallel.pipeline.pipeline_stages import PipelineStages
@@ -37,6 +38,7 @@ from windlass.parallel.pipeline.planned_transfers import PlannedTransfers
 from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, ScheduleFailed, execute_schedule
 from windlass.parallel.pipeline.staged_model import StagedModel
 from windlass.plan.heap_model import BLOCK_ENDED
+from windlass.plan.offloaded_activations import PlannedActivationStore
 
 _BELOW = {getattr(getattr(torch.ops.aten, name), kind) for name in ("lt", "le") for kind in ("Scalar", "Tensor")}
 _ALLOCATION = 64  # bytes: every block of memory is a multiple of this, in torch's CPU allocator
@@ -75,6 +77,8 @@ class ActivationTrace:
         saved_by_autograd: The part of `saved` that autograd saved, without parameters. For a pipeline, the sum over all
             forwards.
         inputs: Bytes of the batch; for a pipeline, of all batches of its schedule.
+        stored: Bytes of inputs of checkpointed layers that are in host memory or in files, at most.
+        tier: Tier of these inputs.
         storages: Log of created and freed storages and of the ends of blocks, in the format of `HeapModel.run`.
     """
 
@@ -82,6 +86,8 @@ class ActivationTrace:
     saved: int = 0
     saved_by_autograd: int = 0
     inputs: int = 0
+    stored: int = 0
+    tier: ActivationTier = "device"
     storages: list[tuple[int, int]] = field(default_factory=list)
 
     def peak(self, phase: str) -> int:
@@ -202,6 +208,7 @@ def trace_step(
     param_dtype: torch.dtype | None = None,
     autocast_dtype: torch.dtype | None = None,
     trains: bool = True,
+    activation_tier: ActivationTier = "device",
 ) -> ActivationTrace:
     """Trace a forward and backward of `model`, whose parameters may be on the meta device.
 
@@ -212,6 +219,7 @@ def trace_step(
         param_dtype: Dtype of floating-point parameters; None: each keeps its own.
         autocast_dtype: Dtype of `torch.autocast`; None: no autocast.
         trains: False: trace a forward without gradients, and no backward.
+        activation_tier: Tier in which checkpointed layers store their inputs.
 
     Raises:
         ModelError: shapes in the forward or backward depend on values, as with experts that are called one by one. The
@@ -219,7 +227,7 @@ def trace_step(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the forward may use constant tensors from outside the mode
     meta_model = copy_without_memory(model, mode, param_dtype)
-    recorder = _TraceRecorder(meta_model, set(blocks))
+    recorder = _TraceRecorder(meta_model, set(blocks), activation_tier)
     try:
         with _quiet_shape_errors(), mode, _plain_masks(), recorder.storages:
             batch = _arguments(make_batch())
@@ -266,12 +274,13 @@ def trace_pipeline(
     *,
     param_dtype: torch.dtype | None = None,
     autocast_dtype: torch.dtype | None = None,
+    activation_tier: ActivationTier = "device",
 ) -> ActivationTrace:
     """Trace the forwards and backwards of one pipeline rank, in the order of its schedule.
 
     Args:
         model: A rank's stages of a model, see `apply_pipeline_parallel`.
-        make_batch, blocks, param_dtype, autocast_dtype: See `trace_step`.
+        make_batch, blocks, param_dtype, autocast_dtype, activation_tier: See `trace_step`.
 
     Raises:
         ModelError: shapes in a forward or backward depend on values. The message names the module.
@@ -280,7 +289,7 @@ def trace_pipeline(
     meta_model = copy_without_memory(model, mode, param_dtype)
     stages = get_pipeline_stages(meta_model)
     assert stages is not None, "the model was not split into stages"
-    recorder = _TraceRecorder(meta_model, set(blocks))
+    recorder = _TraceRecorder(meta_model, set(blocks), activation_tier)
 
     def call_module(*args: Any, **kwargs: Any) -> Any:
         amp = torch.autocast("cpu", dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
@@ -329,8 +338,11 @@ def _untraceable(model: nn.Module, meta_model: nn.Module, error: Exception) -> M
 
 
 class _TraceRecorder:
-    def __init__(self, model: nn.Module, blocks: set[str]) -> None:
-        self.trace = ActivationTrace()
+    def __init__(self, model: nn.Module, blocks: set[str], tier: ActivationTier) -> None:
+        self.trace = ActivationTrace(tier=tier)
+        self._store = PlannedActivationStore(tier)
+        if tier != "device":
+            self._store.install(model)
         self.storages = _LiveStorages(self.trace.storages)
         self._model, self._blocks, self._phase = model, blocks, FORWARD
         self._own = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
@@ -342,6 +354,7 @@ class _TraceRecorder:
         storages = self.storages
         if kind == "end":
             self.trace.storages.append(BLOCK_ENDED)
+        self.trace.stored = self._store.peak
         self.trace.events.append(MemoryEvent(self._phase, kind, name, storages.take_peak(), storages.live))
 
     @contextlib.contextmanager

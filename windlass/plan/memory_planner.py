@@ -241,6 +241,7 @@ class MemoryPlanner:
                 worst = max(worst, (event.peak + full, event.peak, full))
         now = dict(held)
         _add(now, self._device, "activations", min(worst[1], self._trace.saved))
+        _add(now, HOST if self._trace.tier == "cpu" else DISK, "activations", self._trace.stored)
         _add(now, self._device, "temporary tensors", max(0, worst[1] - self._trace.saved))
         _add(now, self._device, "unsharded parameters", worst[2])
         _add(now, self._device, "unreduced gradients", self._unreduced_bytes())

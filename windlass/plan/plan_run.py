@@ -31,6 +31,7 @@ from windlass.plan.activation_trace import (
 )
 from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
 from windlass.plan.memory_planner import MemoryPlanner
+from windlass.plan.offloaded_activations import activation_tier_of
 from windlass.plan.planned_layout import PLANNED_RATES, PlannedLayout, Target, plan_layout, stage_ranks
 from windlass.plan.planned_model import language_batch
 from windlass.plan.rank_limits import RankLimits, missing_bytes
@@ -63,8 +64,8 @@ class RunShape:
 
 
 TraceCache = dict[tuple[Hashable, ...], ActivationTrace]
-"""Traces by variant, checkpointing, micro-batch, rank and number of blocks. ZeRO stage and tiers do not
-change a trace."""
+"""Traces by variant, checkpointing, tier of activations, micro-batch, rank and number of blocks. The ZeRO stage and the
+tiers of states do not change a trace."""
 
 
 def plan_memory(
@@ -123,7 +124,8 @@ def _plan_rank(
     place = partial(plan_layout, model, config, run.world_size, run.target, rank=rank, host_memory=run.limits.host)
     layout = place(memory=memory)
     micro = micro_batch_of(config, run.world_size)
-    key = (variant, config.activation_checkpointing.enabled, micro, rank, len(layout.blocks))
+    tier = activation_tier_of(config, has_own_memory=run.target.has_own_memory)
+    key = (variant, config.activation_checkpointing.enabled, tier, micro, rank, len(layout.blocks))
     if key not in traces:
         traces[key] = trace_of(config, layout, run, micro)
     trace = traces[key]
@@ -181,10 +183,12 @@ def trace_of(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -
     autocast = parse_dtype(config.dtype_table().compute_dtype) if amp.enabled else None
     dtype = layout.settings.param_dtype
     make_batch = run.make_batch(micro, run.length)
+    options: dict[str, Any] = {"param_dtype": dtype, "autocast_dtype": autocast}
+    options["activation_tier"] = activation_tier_of(config, has_own_memory=run.target.has_own_memory)
     if layout.mesh.pp.size > 1:
         step = _pipeline_step(config, layout, run, micro)
-        return trace_pipeline(layout.model, make_batch, blocks, step, param_dtype=dtype, autocast_dtype=autocast)
-    return trace_step(layout.model, make_batch, blocks, param_dtype=dtype, autocast_dtype=autocast)
+        return trace_pipeline(layout.model, make_batch, blocks, step, **options)
+    return trace_step(layout.model, make_batch, blocks, **options)
 
 
 def _pipeline_step(config: Config, layout: PlannedLayout, run: RunShape, micro: int) -> PipelineStep:

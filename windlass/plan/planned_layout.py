@@ -369,7 +369,7 @@ def _local_model(model: nn.Module, mesh: Mesh, config: Config) -> tuple[nn.Modul
         BuiltParameter(nbytes, _nbytes(one) if id(one) in kept else 0, is_split=not get_placement(one).is_full)
         for one, nbytes in full
     ]
-    apply_memory_savings(local, config)
+    apply_memory_savings(local, config, opens_tiers=False)
     return local, built
 
 

@@ -29,6 +29,7 @@ from windlass.parallel.sequence.batch_sharding import SHARD_KEY
 from windlass.plan.activation_trace import ActivationTrace, ForwardArguments, MemoryEvent
 from windlass.plan.memory_plan import DEVICE, HOST
 from windlass.plan.memory_planner import MemoryPlanner
+from windlass.plan.offloaded_activations import activation_tier_of
 from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
 from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout, stage_ranks
 from windlass.simulate.step_workload import shape_of
@@ -256,7 +257,8 @@ class CandidatePlanner:
         parallel = (config.parallel.model_dump_json(), config.pipeline.model_dump_json())
         # A pipeline's trace has several micro-batches; other traces have one.
         batches = config.resolve_batch(self._world).accumulation if layout.mesh.pp.size > 1 else 1
-        kind = (self._checkpoints(config), dtypes, len(layout.blocks), parallel, batches, rank)
+        tier = activation_tier_of(config, has_own_memory=target.has_own_memory)
+        kind = (self._checkpoints(config), tier, dtypes, len(layout.blocks), parallel, batches, rank)
         run = RunShape(self._world, batch.tokens, target, make_batch=batch.make)
 
         def traced(samples: int) -> ActivationTrace:
@@ -307,6 +309,8 @@ def extend_trace(one: ActivationTrace, two: ActivationTrace, micro: int) -> Acti
         saved=at(one.saved, two.saved),
         saved_by_autograd=at(one.saved_by_autograd, two.saved_by_autograd),
         inputs=at(one.inputs, two.inputs),
+        stored=at(one.stored, two.stored),
+        tier=one.tier,
         storages=[(number, at(a, b)) for (number, a), (_, b) in zip(one.storages, two.storages, strict=True)],
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from io import StringIO
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,37 @@ def test_checkpointing_saves_less_and_trains_alike() -> None:
     for moment in (FORWARD, BACKWARD):
         assert less.moments[moment].total(HOST) < plain.moments[moment].total(HOST)
     assert less.moments["load"].host == plain.moments["load"].host
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_inputs_of_checkpointed_layers_count_in_their_tier(tier: str, recompute: bool, tmp_path: Path) -> None:
+    folder = {"nvme_path": str(tmp_path)} if tier == "nvme" else {}
+    where = {"cpu_checkpointing": True} if tier == "cpu" else folder
+    if recompute:
+        on_device: dict[str, Any] = {"parallel": {"recompute": True}}
+        on_tier: dict[str, Any] = {"parallel": {"recompute": True, "activation_tier": tier}}
+        on_tier |= {"activation_checkpointing": folder} if folder else {}
+    else:
+        on_device = {"activation_checkpointing": {"enabled": True}}
+        on_tier = {"activation_checkpointing": {"enabled": True, **where}}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 8}
+    plain, moved = (
+        plan(llama(**sizes), settings(micro=2, **one), length=64, target=GPU) for one in (on_device, on_tier)
+    )
+    inputs = 8 * 2 * 64 * 64 * 4
+    for moment in (FORWARD, BACKWARD):
+        stored = moved.moments[moment].of(HOST if tier == "cpu" else DISK)["activations"]
+        assert inputs <= stored <= 1.2 * inputs  # positions are stored too
+        before, after = (
+            sum(one.moments[moment].of(DEVICE)[kind] for kind in ("activations", "temporary tensors"))
+            for one in (plain, moved)
+        )
+        assert before - after > 0.6 * inputs  # the backward fetches the inputs of some layers ahead
+        assert "activations" not in plain.moments[moment].host
+    assert not list(tmp_path.iterdir()), "a plan creates no files"
+    on_cpu = plan(llama(**sizes), settings(micro=2, **on_tier), length=64)
+    assert ("activations" in on_cpu.moments[FORWARD].of(DISK)) == (tier == "nvme")  # host memory is the device's
 
 
 @pytest.mark.usefixtures("traced_once")
