@@ -11,8 +11,8 @@ class ActivationCheckpointing(ConfigSection):
     The options do not affect models that call torch's own checkpoint function."""
 
     enabled: bool = honoured(False, windlass_only=True)
-    """Call `gradient_checkpointing_enable` of the model in `initialize`, as transformers' Trainer does. If another key of
-    the section is set, its layers call `windlass.checkpointing.checkpoint`."""
+    """Call `gradient_checkpointing_enable` of the model in `initialize`, as transformers' Trainer does. If another key
+    of the section is set, its layers call `windlass.checkpointing.checkpoint`."""
     partition_activations: bool = honoured(False)
     """Shard the saved inputs of checkpointed calls over the ranks of the model-parallel group. No effect if the group
     has one rank."""

@@ -55,12 +55,15 @@ def build_from_shape(shape: str) -> nn.Module:
 
 
 _IMAGE_SIDE = 224  # pixels of an image's side, for models that take images of any size, such as ResNet
-_TASKS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")
+_TASKS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "SequenceClassification", "TokenClassification")
 """Tasks of models that `build_from_name` builds, in search order; for an encoder-decoder, Seq2SeqLM comes first."""
 
 
 def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
-    """Build a model of transformers on the meta device, for the first task of `_TASKS` that its configuration supports.
+    """Build a model of transformers on the meta device: of the class that `architectures` of its configuration names.
+
+    Without a name, or with that of a model without a head, the class is that of the first task of `_TASKS` that the
+    configuration supports.
 
     Args:
         name: A directory with a config.json, the path of a config.json, or the name of a model in the hub's cache on
@@ -68,8 +71,8 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
         trust_remote_code: Run Python files that come with the model.
 
     Raises:
-        ModelError: there is no such model, it supports none of these tasks, it needs its own code, or its construction
-            reads values of tensors.
+        ModelError: there is no such model, it supports none of these tasks, `architectures` names a class of another
+            task, it needs its own code, or its construction reads values of tensors.
     """
     transformers = import_transformers("models", quiet=True)
     path = Path(name)
@@ -85,25 +88,40 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
             f"no model at {name!r}: {_first_line(error)}; give a directory with a config.json, a name in the hub's "
             "cache of this machine, or --shape 7b"
         ) from error
-    made = _auto_class(transformers, config)
-    if made is None:
+    classes = _auto_classes(transformers, config)
+    if not classes:
         raise ModelError(
             f"model {name!r} of type {getattr(config, 'model_type', '?')} has no class for {', '.join(_TASKS)}; plan a "
-            "language model, an encoder-decoder or an image classifier"
+            "language model, an encoder-decoder or a classifier"
         )
-    return build_on_meta(lambda: made.from_config(config, trust_remote_code=trust_remote_code), name)
+    stated = (getattr(config, "architectures", None) or [None])[0]
+    made = next((one for one, built in classes.items() if built == stated), next(iter(classes)))
+    model = build_on_meta(lambda: made.from_config(config, trust_remote_code=trust_remote_code), name)
+    if hasattr(transformers, stated or "") and stated != type(model).__name__:
+        if stated != type(getattr(model, "base_model", None)).__name__:
+            raise ModelError(
+                f"model {name!r} is a {stated}, and a plan makes batches for {', '.join(_TASKS)} alone; plan it in "
+                "Python: windlass.plan.plan_run.plan_memory with a RunShape whose make_batch makes its batches"
+            )
+        logger.warning(f"{name!r} has a {stated}, which has no loss; the plan is that of a {type(model).__name__}")
+    return model
 
 
-def _auto_class(transformers: Any, config: Any) -> Any:
-    """Return transformers' automatic class that builds a model of this configuration; None: there is none."""
+def _auto_classes(transformers: Any, config: Any) -> dict[Any, str]:
+    """Return transformers' automatic classes that build a model of this configuration, with the name of what each
+    builds."""
     remote = getattr(config, "auto_map", None) or {}
     # Encoder-decoders also have a causal class, which contains only their decoder.
     tasks = sorted(_TASKS, key="Seq2SeqLM".__ne__) if getattr(config, "is_encoder_decoder", False) else _TASKS
+    found: dict[Any, str] = {}
     for task in tasks:
-        found = getattr(transformers, f"AutoModelFor{task}")
-        if type(config) in found._model_mapping or found.__name__ in remote:
-            return found
-    return None
+        one = getattr(transformers, f"AutoModelFor{task}")
+        if one.__name__ in remote:
+            found[one] = remote[one.__name__].rpartition(".")[2]
+        elif type(config) in one._model_mapping:
+            built = one._model_mapping[type(config)]
+            found[one] = (built[0] if isinstance(built, tuple) else built).__name__
+    return found
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
@@ -122,6 +140,8 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
     own_config = getattr(model, "config", None)
     if own_config is not None and getattr(own_config, "use_cache", False):
         own_config.use_cache = False  # training makes no use of cached keys and values
+    if getattr(own_config, "is_encoder_decoder", False) and getattr(own_config, "decoder_start_token_id", None) is None:
+        own_config.decoder_start_token_id = 0  # any token will do: a plan depends on no value
     return model.train()
 
 
@@ -135,8 +155,20 @@ def language_batch(micro_batch: int, length: int) -> Callable[[], dict[str, torc
     return make
 
 
+def _classified_batch(micro_batch: int, length: int) -> Callable[[], dict[str, torch.Tensor]]:
+    """Return a function that makes token ids `[micro_batch, length]` and labels `[micro_batch]`."""
+
+    def make() -> dict[str, torch.Tensor]:
+        ids = torch.zeros((micro_batch, length), dtype=torch.long)
+        return {"input_ids": ids, "labels": ids[:, 0].clone()}
+
+    return make
+
+
 def batch_for(model: nn.Module) -> Callable[[int, int], Callable[[], dict[str, torch.Tensor]]]:
     """Return the function that makes batches of a model, given the micro-batch and the length of a sample."""
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return _classified_batch
     if getattr(model, "main_input_name", "input_ids") != "pixel_values":
         return language_batch
     own: Any = model.config

@@ -174,6 +174,42 @@ def test_an_encoder_decoder_is_planned_whole(tmp_path: Path) -> None:
     assert type(build_from_name(str(tmp_path))).__name__ == "BartForConditionalGeneration"
 
 
+BERT: dict[str, Any] = {
+    **{"model_type": "bert", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "intermediate_size": 48},
+}
+
+
+@pytest.mark.parametrize(
+    ("stated", "built"),
+    [
+        ("BertForMaskedLM", "BertForMaskedLM"),
+        ("BertForSequenceClassification", "BertForSequenceClassification"),
+        ("BertForTokenClassification", "BertForTokenClassification"),
+        ("BertModel", "BertLMHeadModel"),
+        ("OwnBert", "BertLMHeadModel"),  # a class that transformers does not have
+        (None, "BertLMHeadModel"),
+    ],
+)
+def test_the_class_of_the_model_is_that_of_its_configuration(tmp_path: Path, stated: str | None, built: str) -> None:
+    given = {"architectures": [stated]} if stated else {}
+    (tmp_path / "config.json").write_text(json.dumps({**BERT, **given}))
+    assert type(build_from_name(str(tmp_path))).__name__ == built
+    code, text = run(str(tmp_path), "--json", "--length", "8")
+    assert code == 0 and json.loads(text)["moments"]["backward"]["host"]["activations"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "stated"),
+    [("whisper", "WhisperForConditionalGeneration"), ("clip", "CLIPModel"), ("bert", "BertForQuestionAnswering")],
+)
+def test_a_model_of_another_task_is_refused_by_its_class(tmp_path: Path, kind: str, stated: str) -> None:
+    sizes = BERT if kind == "bert" else {"model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "architectures": [stated]}))
+    with pytest.raises(ModelError, match=f"is a {stated}, and a plan makes batches for CausalLM, .*plan_memory"):
+        run(str(tmp_path))
+
+
 def test_a_pruned_and_factorized_model_has_the_sizes_of_its_tensors(tmp_path: Path) -> None:
     heads = {f"heads:transformer.h.{number}.attn": 3 for number in (0, 1)}
     (tmp_path / "config.json").write_text(json.dumps({**GPT2, "windlass_pruning": heads}))
