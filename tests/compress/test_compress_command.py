@@ -28,6 +28,7 @@ from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_model import load_packed_model
 from windlass.data.tokenizer import train_tokenizer
 from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.packed_linear import PackedLinear
 
 LINES = [
@@ -223,6 +224,51 @@ def test_encoders_are_packed_and_not_measured(tmp_path: Path, capsys: pytest.Cap
     )
     message = failed(capsys, tmp_path / "vit", tmp_path / "no", "--no-measure")
     assert "for this kind of AutoModel: AutoModelForCausalLM; give a causal language model" in message
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("options", [("--weights", "int4"), ("--weights", "int8", "--group", 0), ("--sparsity", "0.5")])
+def test_each_expert_is_compressed(
+    name: str, options: tuple[object, ...], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64, "vocab_size": 300}
+    wide: Any = build(name, **sizes, tie_word_embeddings=False).eval()
+    wide.save_pretrained(tmp_path / "wide")
+    for path in model.glob("tokenizer*"):
+        (tmp_path / "wide" / path.name).write_bytes(path.read_bytes())
+    text = ("--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure")
+    group = ("--group", 32) if "int4" in options else ()
+    run(tmp_path / "wide", tmp_path / "out", *options, *group, *text)
+    out = capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    formats = {one["names"][0]: one["format"] for one in report["layers"]}
+    experts = [layer for layer in ModelDirectory(tmp_path / "wide").places if ".experts." in layer]
+    assert experts and all(formats[layer.removesuffix(".weight")] for layer in experts)
+    for layer, chosen in formats.items():  # each matrix except the embedding is compressed or named with its reason
+        assert chosen or f"{layer}," in out or f"{layer}: " in out or layer == "model.embed_tokens", layer
+    ids = torch.arange(3, 23).view(1, 20)
+    if "--sparsity" in options:
+        found: Any = load(tmp_path / "out")
+        for one in found.parameters():
+            assert one.dim() != 3 or float((one == 0).float().mean()) >= 0.5
+        return
+    found = load_packed_model(tmp_path / "out")
+    packed = {f"{n}.weight": one.unpack() for n, one in found.named_modules() if isinstance(one, PackedLinear)}
+    assert len(packed) == len([one for one in formats.values() if one])
+    state = {key: value for key, value in found.state_dict().items() if key in wide.state_dict()}
+    for key, value in wide.state_dict().items():
+        if value.dim() == 3:
+            owner, _, leaf = key.rpartition(".")
+            parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else ["down_proj"]
+            rows = [torch.cat([packed.pop(f"{owner}.{n}.{part}.weight") for part in parts]) for n in range(len(value))]
+            state[key] = torch.stack(rows)
+    wide.load_state_dict({**state, **packed})
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids).logits, wide(ids).logits, rtol=1e-4, atol=1e-4)
+        wanted = wide.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)[0, 20:]
+    with LLM(tmp_path / "out", activations="float", max_sequences=2, max_tokens_per_step=32) as llm:
+        got = llm.generate([ids[0].tolist()], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert list(got[0].outputs[0].token_ids) == wanted.tolist()
 
 
 def test_groups_that_do_not_divide_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

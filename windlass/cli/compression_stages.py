@@ -318,6 +318,7 @@ class CompressionRun:
             settings.format,
             pack=pack,
             method={"trained": True},
+            experts=False,  # the training rounds linear layers only
             head=settings.head,
             overwrite=settings.overwrite,
             trust_remote_code=settings.trust_remote_code,

@@ -281,6 +281,7 @@ class BlockCalibration:
         self.model = build_empty(self.directory, trust_remote_code=self.trust_remote_code).eval()
         self.prefix = find_blocks(self.model)
         self._names = CheckpointNames(self.model, self.directory.places)
+        self._names.split_experts()
         users: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             users.setdefault(id(parameter), []).append(name)

@@ -79,6 +79,7 @@ def write_packed_directory(
     trust_remote_code: bool = False,
     group: RankGroup | None = None,
     rounds_inputs: bool = False,
+    experts: bool = True,
 ) -> PackedReport:
     """Write the model of `source` with packed linear layers to the directory `target`, which appears complete or not at
     all. After an interruption, a call with the same arguments continues at the first incomplete layer.
@@ -100,6 +101,7 @@ def write_packed_directory(
         group: ranks that make the same call; `produce` is called on each rank, and the first rank writes.
         rounds_inputs: the written configuration sets int8 inputs for all layers with weights of 8-bit integers, not
             only for the format `int8`.
+        experts: pack the matrices of experts that the model joins in stacked tensors; see [Note: split experts].
 
     Raises:
         ModelError: the source is not a model, is packed already or has no layer to pack, or the target exists or
@@ -112,7 +114,7 @@ def write_packed_directory(
     directory = as_linear_directory(directory, trust_remote_code=trust_remote_code)
     check_target(to, [directory.path], overwrite=overwrite)
     model = build_empty(directory, trust_remote_code=trust_remote_code)
-    layers, kept, renamed = _choose(directory, model, formats, head)
+    layers, kept, renamed = _choose(directory, model, formats, head, experts)
     too_large = _find_too_large(directory, layers) if group is None or not group.index else {}
     if group is not None:
         too_large = group.broadcast_object(too_large)
@@ -162,17 +164,24 @@ def write_packed_directory(
 
 
 def _choose(
-    directory: ModelDirectory, model: torch.nn.Module, formats: str | Callable[[str], str | None], head: bool
+    directory: ModelDirectory,
+    model: torch.nn.Module,
+    formats: str | Callable[[str], str | None],
+    head: bool,
+    experts: bool,
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Return three dicts, by the names of layers in the files: the format of each layer to be packed; the reason for
-    which each other linear layer stays unquantized (by its name in the model if the files have no separate tensor of
-    its weight); and the name in the model of each layer whose name in the files differs.
+    which each other matrix except embeddings stays unquantized (by its name in the model if the files have no separate
+    tensor of a linear layer's weight); and the name in the model of each layer whose name in the files differs.
     """
     layers: dict[str, str] = {}
     kept: dict[str, str] = {}
     renamed: dict[str, str] = {}
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    sources = CheckpointNames(model, directory.places).source_of
+    names = CheckpointNames(model, directory.places)
+    if experts:
+        names.split_experts()
+    sources = names.source_of
     shared = shared_parameters(model)
     for module_name, module in linear_layers(model).items():
         source = sources.get(f"{module_name}.weight")
@@ -197,7 +206,25 @@ def _choose(
                     f"windlass.LLM(..., weights={chosen!r})"
                 )
             layers[name] = chosen
+    known = {*layers, *kept, *renamed.values()}
+    others = _other_matrices(directory, model, names)
+    kept |= {name: reason for name, reason in others.items() if name not in known}
     return layers, kept, renamed
+
+
+def _other_matrices(directory: ModelDirectory, model: torch.nn.Module, names: CheckpointNames) -> dict[str, str]:
+    """Return the reason for which each matrix in the files that is neither an embedding nor the weight of a linear
+    layer stays unquantized."""
+    found = {}
+    for entry in names.converted.values():
+        for source in entry.sources:
+            found[source] = "the model joins it with other tensors"
+    for source, name in names.renamed.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(owner, torch.nn.Linear | torch.nn.Embedding):
+            found[source] = f"{type(owner).__name__} is not a linear layer"
+    wide = {source: reason for source, reason in found.items() if len(directory.places[source].shape) > 1}
+    return {source.removesuffix(".weight"): reason for source, reason in sorted(wide.items())}
 
 
 def _find_too_large(directory: ModelDirectory, layers: Mapping[str, str]) -> dict[str, str]:

@@ -104,6 +104,7 @@ def load_packed_model(
             used |= {f"{layer}.{part}" for part in (*get_weight_format(name).file_form(1, 1), *_UNUSED)}
     weights = {f"{layer}.weight" for layer in packed}
     names = CheckpointNames(model, (set(directory.places) - used) | weights)
+    names.split_experts(packed)
     unpacked: dict[str, torch.Tensor] = {}
     inputs = entry is not None and rounds_inputs(entry)
     for layer in list(packed):
@@ -113,7 +114,7 @@ def load_packed_model(
         if module is not None:
             _place(model, directory, layer, module, name, tensors, pages, dtype, inputs)
             used |= {f"{layer}.weight", f"{layer}.bias"}
-        else:  # e.g. an expert, if the model joins all experts in one tensor
+        else:  # e.g. an expert whose matrices have a form that `split_experts` does not know
             unpacked[f"{layer}.weight"] = get_weight_format(name).unpack(_as_formed(tensors, name, layer))
     if unpacked:
         logger.warning(

@@ -249,13 +249,17 @@ class PostTraining:
     ) -> None:
         """Fold scales of the inputs into the preceding modules, if that preserves the block's function. One
         measurement of the inputs serves all groups, because each accepted fold preserves the function."""
+        groups = [group for group in groups if _producer(block.module, group) is not None]
+        if not groups:
+            return
         measured = block.statistics([group.names[0] for group in groups], tokens=_FOLD_TOKENS)
         output: Tensor | None = None  # block's output for its first batch; accepted folds do not change it
         for group in groups:
             producer = _producer(block.module, group)
+            assert producer is not None
             consumers = [block.linear(name) for name in group.names]
             forms = [get_weight_format(layers[layer]) for layer in map(block.layer, group.names) if layer in layers]
-            if producer is None or len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
+            if len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
                 continue
             if any(map(block.is_shared, [producer, *consumers])):
                 continue  # another module has the same weight, and scales would change its function
