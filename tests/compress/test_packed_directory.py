@@ -25,6 +25,7 @@ from windlass.compress.post_training import RoundingOptions, compress_directory
 from windlass.compress.rounded_model import load_rounded_model
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
+from windlass.kernels.bit_packing import pack_words
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.reference.quantized_input import quantize_groups
 from windlass.kernels.weight_format import get_weight_format
@@ -55,7 +56,11 @@ def body(name: str) -> Callable[[str], str | None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["int8", "fp8", "int8_g32", "int4_g32", "int4_g64_zp", "int3", "ternary", "binary_g32"]
+    "name",
+    [
+        *("int8", "fp8", "int8_g32", "int8_zp", "int7", "int6_g32_zp", "int5_g32", "int4_g32", "int4_g64_zp", "int3"),
+        *("int1_g32_zp", "ternary", "binary_g32"),
+    ],
 )
 def test_a_written_directory_has_the_rounded_numbers(name: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "wide")
@@ -74,6 +79,31 @@ def test_a_written_directory_has_the_rounded_numbers(name: str, tmp_path: Path) 
     with torch.no_grad():
         wanted = rounded(model, body(name))(IDS).logits
         torch.testing.assert_close(found(IDS).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_of_rows_are_read_from_words(dtype: torch.dtype, tmp_path: Path) -> None:
+    """compressed-tensors also writes symmetric 8 bits of a row as `pack-quantized`."""
+    model = saved(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8")
+    wanted = load_packed_model(tmp_path / "packed")
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        layer = name.removesuffix(".weight_scale")
+        codes = tensors.pop(f"{layer}.weight")
+        tensors[f"{layer}.weight_packed"] = pack_words((codes.to(torch.int16) + 128).to(torch.uint8), 8)
+        tensors[f"{layer}.weight_shape"] = torch.tensor(codes.shape)
+        tensors[name] = tensors[name].to(dtype)
+        module = wanted.get_submodule(layer)
+        assert isinstance(module, PackedLinear)
+        module.set_packed({"weight": codes, "weight_scale": tensors[name].float()})
+    save_file(tensors, tmp_path / "packed" / "model.safetensors")
+    path = tmp_path / "packed" / "config.json"
+    path.write_text(path.read_text().replace("int-quantized", "pack-quantized"))
+    found = load_packed_model(tmp_path / "packed")
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, wanted(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert sum(isinstance(module, PackedLinear) for module in found.modules()) == 7 * model.config.num_hidden_layers
 
 
 def test_layers_of_different_formats_and_several_files(tmp_path: Path) -> None:
@@ -306,7 +336,7 @@ def test_directories_that_cannot_be_packed_or_loaded(tmp_path: Path) -> None:
     path = tmp_path / "packed" / "config.json"
     config = json.loads(path.read_text())
     weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
-    for change, said in (({"num_bits": 5}, "no weight format has 5 bits"), ({"group_size": 48}, "group size 48")):
+    for change, said in (({"num_bits": 9}, "no weight format has 9 bits"), ({"group_size": 48}, "group size 48")):
         path.write_text(json.dumps({**config, "quantization_config": {
             **config["quantization_config"],
             "config_groups": {"group_0": {"format": "pack-quantized", "weights": {**weights, **change}}},

@@ -17,7 +17,7 @@ def compress(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="int8, fp8, int4, int3, int2, ternary, binary, with _zp for zero points, or a full name; wide: "
+            help="int8 to int1, fp8, ternary, binary, with _zp for zero points, or a full name; wide: "
             "keep the dtype. [int4; wide with --sparsity]"
         ),
     ] = None,

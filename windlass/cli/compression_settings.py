@@ -14,7 +14,7 @@ from windlass.cli.compression_figures import format_name
 from windlass.compress.compression_budget import CompressionBudget, parse_budget, parse_shares
 from windlass.compress.sparse_pruning import parse_pattern
 
-_FEW_BITS = ("int2", "ternary", "binary")
+_FEW_BITS = ("int1", "int2", "ternary", "binary")
 WIDE = "wide"
 # options that the stages before the rounding depend on
 _BEFORE_ROUNDING = (

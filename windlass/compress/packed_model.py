@@ -21,10 +21,11 @@ from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats, rounds_inputs
 from windlass.compress.save_refusal import refuse_packed_saves
+from windlass.kernels.bit_packing import unpack_words
 from windlass.kernels.coded_formats import SCALE_DTYPE, CodedWeightFormat, fits_scale_dtype
 from windlass.kernels.mapped_bytes import MappedBytes, set_pages
 from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
-from windlass.kernels.weight_format import PackedWeight, get_weight_format
+from windlass.kernels.weight_format import Int8WeightFormat, PackedWeight, get_weight_format
 
 _QUANTIZATION = "quantization_config"
 _OWN = (PRUNING_ENTRY, RANKS_ENTRY)  # keys in config.json of models that transformers cannot build
@@ -97,7 +98,10 @@ def load_packed_model(
             groups = _scattered_groups(directory, layer, name)
             if groups is None:
                 groups = _groups_of_wide_scales(directory, layer, name)
-            if groups is None:
+            if name == Int8WeightFormat.name and f"{layer}.weight_packed" in directory.places:
+                packed[layer] = name, partial(_read_packed_bytes, directory, layer)
+                used |= {f"{layer}.weight_packed", f"{layer}.weight_shape"}
+            elif groups is None:
                 packed[layer] = name, partial(_read_parts, directory, layer, name)
             else:
                 packed[layer] = "fp32", partial(_read_values, directory, layer, name, groups)
@@ -187,6 +191,14 @@ def _read_parts(directory: ModelDirectory, layer: str, name: str) -> tuple[Packe
         else:
             tensors[part], pages[part] = directory.map(f"{layer}.{part}")
     return tensors, pages
+
+
+def _read_packed_bytes(directory: ModelDirectory, layer: str) -> tuple[PackedWeight, dict[str, MappedBytes]]:
+    """Return the tensors of `int8` from codes of 8 bits in words, as `pack-quantized` files hold them."""
+    columns = int(directory.read(f"{layer}.weight_shape")[1])
+    codes = unpack_words(directory.read(f"{layer}.weight_packed"), 8, columns)
+    scale = directory.read(f"{layer}.weight_scale").float()
+    return {"weight": (codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": scale}, {}
 
 
 def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch.Tensor | None:
