@@ -179,7 +179,18 @@ def test_bad_input_is_refused_with_the_reason(model: Path, tmp_path: Path, capsy
     assert "rounding a trained model to so few bits" in failed(capsys, model, out, "--weights", "int2")
     assert "format 'int4_g48', which does not exist" in failed(capsys, model, out, "--group", "48")
     assert "needs a calibration text" in failed(capsys, model, out, "--method", "gptq", "--no-measure")
-    assert "smoothing of int8 activations needs" in failed(capsys, model, out, "--activations", "int8")
+    message = failed(capsys, model, out, "--activations", "int8")
+    assert "(--activations) is 'int8', which needs a calibration text; give some with --data, or leave it" in message
+    assert "(--sparsity-method) is 'wanda', which needs" in failed(
+        capsys, model, out, "--sparsity", "0.5", "--sparsity-method", "wanda"
+    )
+    assert "'int4_g64_zp', with groups of 64, and group (--group) is 128; leave" in failed(
+        capsys, model, out, "--weights", "int4_g64_zp", "--group", "128"
+    )
+    build("gpt2").save_pretrained(tmp_path / "gpt2")
+    assert "of type 'gpt2', whose hidden states are not rotated; rotation supports llama, mistral, qwen2" in failed(
+        capsys, tmp_path / "gpt2", out, "--rotate", "--prune", "ffn=0.5", "--no-measure"
+    )
     assert "is not a format of integers" in failed(capsys, model, out, "--weights", "fp8", "--method", "awq")
     assert "is not a model" in failed(capsys, tmp_path, out)
     assert "contains" in failed(capsys, model, model.parent, "--overwrite")
@@ -315,7 +326,8 @@ def test_a_pruned_model_is_an_ordinary_directory(
     text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32]
     run(model, tmp_path / "out", "--weights", "wide", "--prune", "ffn=0.25,heads=1,layers=1", *text)
     out = capsys.readouterr().out
-    assert "layers: 2 -> 1" in out and "heads: 4 -> 2" in out and "ffn: 128 -> 96" in out
+    assert "layers: 2 -> 1" in out and "heads: 4 -> 2 in the model, 2 -> 1 for each key head" in out
+    assert "ffn: 128 -> 96" in out
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["num_hidden_layers"], config["num_attention_heads"], config["intermediate_size"]) == (1, 2, 96)
     report = json.loads((tmp_path / "out" / "compression.json").read_text())
@@ -498,8 +510,17 @@ def test_sparse_weights_stay_wide(model: Path, tmp_path: Path, capsys: pytest.Ca
     load(model).half().save_pretrained(tmp_path / "half")
     run(tmp_path / "half", tmp_path / "out16", "--sparsity", "0.5", "--no-measure")
     assert {tensor.dtype for tensor in load_file(tmp_path / "out16" / "model.safetensors").values()} == {torch.float16}
-    assert "round the result in a second run" in failed(
-        capsys, model, tmp_path / "no", "--sparsity", "0.5", "--weights", "int4"
+    run(model, tmp_path / "both", "--sparsity", "2:4", "--weights", "int4", "--group", "32", "--no-measure")
+    out = capsys.readouterr().out
+    assert "14 layers as int4_g32 by magnitude, 2:4, then hqq" in out and "packed weights: 7." in out
+    for one in load_packed_model(tmp_path / "both").modules():
+        if isinstance(one, PackedLinear):
+            assert int((one.unpack().view(-1, 4) != 0).sum(1).max()) <= 2
+    assert "'binary_g128', which has no code for 0" in failed(
+        capsys, model, tmp_path / "no", "--sparsity", "0.5", "--weights", "binary", "--force"
+    )
+    assert "2:4 does not divide the 121 input features of layer 'model.layers.0.mlp.down_proj'" in failed(
+        capsys, model, tmp_path / "no", "--sparsity", "2:4", "--prune", "ffn=7"
     )
     assert "nothing is pruned" in failed(capsys, model, tmp_path / "no", "--weights", "wide")
     layers = ("--prune", "layers=1", "--weights", "wide")

@@ -42,8 +42,9 @@ def compress(
     prune: Annotated[
         str | None,
         typer.Option(
-            help="Remove the least important units first, a share or a number of each: heads=0.25,groups=1,ffn=0.25,"
-            "experts=2,layers=4."
+            help="Remove the least important units first, a share or a number of each in a module: heads=0.25,"
+            "groups=1 (key heads), ffn=0.25,experts=2; layers=4 in the model. With grouped-query attention a number "
+            "of heads is that of each key head: heads=1 of 32 with 8 key heads removes 8."
         ),
     ] = None,
     importance: Annotated[
@@ -51,7 +52,8 @@ def compress(
         typer.Option(help="Importance of units. auto: activation with --data, else magnitude."),
     ] = "auto",
     sparsity: Annotated[
-        str | None, typer.Option(help="Set weights to 0: a share, e.g. 0.5, or 2:4. Weights stay unquantized.")
+        str | None,
+        typer.Option(help="Set weights to 0: a share, e.g. 0.5, or 2:4; with a format in --weights they stay 0."),
     ] = None,
     sparsity_method: Annotated[
         Literal["auto", "sparsegpt", "wanda", "magnitude"],

@@ -10,8 +10,9 @@ from typing import Any
 
 from windlass.base.errors import ConfigError
 from windlass.cli.compression_distillation import DistillationSettings, parse_losses
-from windlass.cli.compression_figures import format_name
+from windlass.cli.compression_figures import choose_method, format_name
 from windlass.compress.compression_budget import CompressionBudget, parse_budget, parse_shares
+from windlass.compress.post_training import NEEDS_TEXT, has_zero
 from windlass.compress.sparse_pruning import parse_pattern
 
 _FEW_BITS = ("int1", "int2", "ternary", "binary")
@@ -75,6 +76,7 @@ class CompressionSettings:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "format", self._format())
         self._check_distillation()
+        self._check_text()
 
     @property
     def is_trained(self) -> bool:
@@ -118,15 +120,18 @@ class CompressionSettings:
     def _format(self) -> str | None:
         if self.sparsity is not None:
             parse_pattern(self.sparsity)
-            if self.weights not in (None, WIDE) or self.limits is not None:
-                raise ConfigError("sparsity (--sparsity) writes unquantized weights; round the result in a second run")
+            if self.limits is not None:
+                raise ConfigError(
+                    "budget (--budget) measures formats of weights that are not sparse; leave sparsity (--sparsity) "
+                    "out, or choose the format with weights (--weights)"
+                )
         if self.limits is not None:
             if self.weights is not None or self.group is not None:
                 raise ConfigError("budget (--budget) chooses the formats; leave weights (--weights) and --group out")
             if not self.data:
                 raise ConfigError("budget (--budget) needs a calibration text; give some with --data")
             return None
-        if self.weights == WIDE or self.sparsity is not None:
+        if self.weights == WIDE or self.sparsity is not None and self.weights is None:
             if not self.shares and self.sparsity is None and self.distill is None:
                 raise ConfigError(
                     "weights (--weights) stay unquantized and nothing is pruned; give --prune, --sparsity or --distill"
@@ -134,6 +139,12 @@ class CompressionSettings:
             self._check_unrounded()
             return None
         name = format_name(self.weights or "int4", self.group)
+        if self.sparsity is not None and not has_zero(name):
+            raise ConfigError(
+                f"sparsity (--sparsity) removes weights, and weights (--weights) is {name!r}, which has no code for 0; "
+                "choose another format"
+            )
+        choose_method(self.method, name, has_text=bool(self.data))  # refuses methods that the format lacks
         if name.startswith(_FEW_BITS) and not self.force and (self.distill is None or self.method != "auto"):
             raise ConfigError(
                 f"weights (--weights) is {name!r}: rounding a trained model to so few bits without training it again "
@@ -154,6 +165,26 @@ class CompressionSettings:
                 raise ConfigError(
                     f"{name} (--{name}) is {value!r}, which has no effect on unquantized weights; leave it out, or "
                     "round the result in a second run"
+                )
+
+    def _check_text(self) -> None:
+        """Refuse methods that need a text, if there is none."""
+        if self.data:
+            return
+        for name, value, needs, instead in (
+            ("method", self.method, self.method in NEEDS_TEXT, "choose --method hqq or rtn"),
+            ("activations", self.activations, self.activations == "int8", "leave it out"),
+            (
+                "sparsity-method",
+                self.sparsity_method,
+                self.sparsity is not None and self.sparsity_method in ("sparsegpt", "wanda"),
+                "choose --sparsity-method magnitude",
+            ),
+        ):
+            if needs:
+                raise ConfigError(
+                    f"{name} (--{name}) is {value!r}, which needs a calibration text; give some with --data, or "
+                    f"{instead}"
                 )
 
     def _check_distillation(self) -> None:

@@ -37,13 +37,15 @@ from windlass.compress.compression_workspace import CompressionWorkspace
 from windlass.compress.format_rounding import pack_values
 from windlass.compress.gguf_model import is_gguf_file
 from windlass.compress.linear_directory import as_linear_directory
-from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.packed_directory import WIDE_FORMATS, PackedReport, source_state, write_packed_directory
 from windlass.compress.partial_directory import check_target
 from windlass.compress.post_training import LayerResult, RoundingOptions, compress_directory, fingerprint_tokens
 from windlass.compress.prune_directory import prune_directory
+from windlass.compress.prune_model import features_after
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.rotation import RotatedDirectory
+from windlass.compress.sparse_pruning import check_pattern, parse_pattern
 from windlass.compress.unpacked_gguf import write_unpacked
 from windlass.data.pack_corpus import pack_corpus
 from windlass.kernels.weight_format import PackedWeight, WeightFormat
@@ -82,6 +84,7 @@ class CompressionRun:
             )
         if settings.distill is not None:
             check_teacher_directory(settings.distill, settings.source)
+        self._check_layers()
         text = self._read_text()
         choice: BudgetChoice | None = None
         with closing(CompressionWorkspace(settings.out, self._fingerprint(text))) as work:
@@ -98,6 +101,23 @@ class CompressionRun:
         self._report(after, text, choice)
         if unpacked is not None:
             shutil.rmtree(unpacked)
+
+    def _check_layers(self) -> None:
+        """Refuse options that do not fit the model's layers, before anything is computed."""
+        settings = self._settings
+        if settings.rotate:
+            self._matrices(settings.source)
+        if settings.sparsity is None or not parse_pattern(settings.sparsity).of:
+            return
+        directory = as_linear_directory(self._directory, trust_remote_code=settings.trust_remote_code)
+        model = build_empty(directory, trust_remote_code=settings.trust_remote_code)
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        features = {
+            name: count
+            for name, count in features_after(model, settings.shares).items()
+            if settings.head or model.get_submodule(name) is not head
+        }
+        check_pattern(parse_pattern(settings.sparsity), features)
 
     def _unpack_source(self) -> Path | None:
         """Unpack a GGUF source to a directory that the stages read instead, and return the directory; None: the source
@@ -159,7 +179,7 @@ class CompressionRun:
                 trust_remote_code=settings.trust_remote_code,
             )
             parameters = (report.parameters_before, report.parameters_after)
-            self._pruned = prune_lines(report.units, report.layers, parameters)
+            self._pruned = prune_lines(report.units, report.layers, parameters, report.of_each_key_head)
 
         found = work.directory("pruned", write)
         self._pruned = work.value("pruned", lambda: self._pruned)
@@ -334,7 +354,8 @@ class CompressionRun:
         target: Path,
     ) -> tuple[str, PackedReport, list[LayerResult]]:
         settings, has_text = self._settings, text is not None
-        method = choose_method(settings.method, names[0], has_text=has_text) if settings.sparsity is None else "rtn"
+        is_rounded = names != [WIDE]
+        method = choose_method(settings.method, names[0], has_text=has_text) if is_rounded else "rtn"
         if settings.limits is not None and settings.method == "auto":
             method = "gptq" if any(not name.startswith("int8") for name in names) else method
         sparsity_method = settings.sparsity_method
@@ -358,7 +379,8 @@ class CompressionRun:
             progress=self.progress,
             trust_remote_code=settings.trust_remote_code,
         )
-        return method if settings.sparsity is None else f"{sparsity_method}, {settings.sparsity}", report, results
+        sparse = "" if settings.sparsity is None else f"{sparsity_method}, {settings.sparsity}"
+        return f"{sparse}, then {method}" if sparse and is_rounded else sparse or method, report, results
 
     def _print_layers(
         self, directory: ModelDirectory, report: PackedReport, results: list[LayerResult], names: list[str]
@@ -372,7 +394,7 @@ class CompressionRun:
         worst = max((one for one in results if one.error is not None), key=lambda one: one.error or 0.0, default=None)
         if worst is not None:
             print_escaped(f"  largest error of a layer's outputs: {100 * (worst.error or 0):.2f} % in {worst.name}")
-        if self._settings.sparsity is None:
+        if self._settings.sparsity is None or self._settings.format is not None:
             ratio = report.packed_before / max(report.packed_after, 1)
             print_escaped(f"  packed weights: {ratio:.2f}x smaller than float32")
 

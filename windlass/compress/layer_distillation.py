@@ -166,7 +166,7 @@ def distil_directory(
         raise ConfigError("layer-by-layer distillation needs a calibration text; give some, or use method hqq")
     check_batches(batches)
     folds = start.smooth or start.rotate or start.method == "awq" or (start.method == "gptq" and start.input_scales)
-    if folds or not start.needs_text:
+    if folds or not start.needs_text or start.sparsity is not None:
         raise ConfigError(
             f"layer-by-layer distillation begins with gptq without input_scales, not with {asdict(start)}; pass "
             'RoundingOptions("gptq", input_scales=False)'
