@@ -282,6 +282,25 @@ def test_each_expert_is_compressed(
     assert list(got[0].outputs[0].token_ids) == wanted.tolist()
 
 
+def test_unquantized_tensors_in_16_bits_are_reported(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(model, tmp_path / "out", "--group", 32, "--wide-dtype", "bf16", "--no-measure")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["lm_head.weight"].dtype == tensors["model.norm.weight"].dtype == torch.bfloat16
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    sizes = {one["names"][0]: one for one in report["layers"]}
+    assert sizes["lm_head"]["nbytes"] == 2 * 300 * 64 == sizes["lm_head"]["wide_bytes"] // 2
+    assert report["after"]["nbytes"] == sum(one.nbytes for one in tensors.values())
+    run(model, tmp_path / "sparse", "--sparsity", "0.5", "--wide-dtype", "fp16", "--no-measure")
+    tensors = load_file(tmp_path / "sparse" / "model.safetensors")
+    assert {one.dtype for one in tensors.values()} == {torch.float16}
+    wide = failed(capsys, model, tmp_path / "no", "--weights", "wide", "--prune", "layers=1", "--wide-dtype", "bf16")
+    assert "wide-dtype (--wide-dtype) is 'bf16', which has no effect" in wide
+    budget = ("--budget", "size=4x", "--data", model.parent / "text.txt", "--wide-dtype", "bf16")
+    assert "leave wide-dtype (--wide-dtype) out" in failed(capsys, model, tmp_path / "no", *budget)
+
+
 def test_groups_that_do_not_divide_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build("llama", intermediate_size=96, hidden_size=64).save_pretrained(tmp_path / "wide")
     with pytest.raises(SystemExit):

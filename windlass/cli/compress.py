@@ -83,6 +83,10 @@ def compress(
     rotate: Annotated[
         bool, typer.Option("--rotate", help="Rotate hidden states (QuaRot); Llama, Mistral, Qwen2, Qwen3.")
     ] = False,
+    wide_dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option(help="Dtype of all tensors that stay unquantized: embeddings, norms, head. [that of the model]"),
+    ] = None,
     head: Annotated[bool, typer.Option("--head", help="Pack the output head too.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure loss, memory and speed before and after.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Round to 2 bits and fewer without training.")] = False,
@@ -118,6 +122,7 @@ def compress(
         sequences=sequences,
         length=length,
         rotate=rotate,
+        wide_dtype=wide_dtype,
         head=head,
         measure=measure,
         force=force,

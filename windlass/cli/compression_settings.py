@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from windlass.base.dtypes import parse_dtype
 from windlass.base.errors import ConfigError
 from windlass.cli.compression_distillation import DistillationSettings, parse_losses
 from windlass.cli.compression_figures import choose_method, format_name
@@ -59,6 +62,7 @@ class CompressionSettings:
     sequences: int
     length: int
     rotate: bool
+    wide_dtype: str | None
     head: bool
     measure: bool
     force: bool
@@ -77,6 +81,11 @@ class CompressionSettings:
         object.__setattr__(self, "format", self._format())
         self._check_distillation()
         self._check_text()
+
+    @property
+    def wide_torch_dtype(self) -> torch.dtype | None:
+        """Dtype of tensors that stay unquantized; None: that of the model."""
+        return None if self.wide_dtype is None else parse_dtype(self.wide_dtype)
 
     @property
     def is_trained(self) -> bool:
@@ -128,6 +137,11 @@ class CompressionSettings:
         if self.limits is not None:
             if self.weights is not None or self.group is not None:
                 raise ConfigError("budget (--budget) chooses the formats; leave weights (--weights) and --group out")
+            if self.wide_dtype is not None:
+                raise ConfigError(
+                    "budget (--budget) counts tensors in the dtype of the model; leave wide-dtype (--wide-dtype) out, "
+                    "or give the model in that dtype"
+                )
             if not self.data:
                 raise ConfigError("budget (--budget) needs a calibration text; give some with --data")
             return None
@@ -160,6 +174,7 @@ class CompressionSettings:
             ("group", self.group, self.group is None),
             ("activations", self.activations, self.activations != "int8"),
             ("rotate", self.rotate, not self.rotate or self.sparsity is not None),
+            ("wide-dtype", self.wide_dtype, self.wide_dtype is None or self.sparsity is not None),
         ):
             if not is_used:
                 raise ConfigError(

@@ -303,7 +303,7 @@ class CompressionRun:
             names, formats = [settings.format], settings.format
         elif settings.sparsity is not None:
             directory = ModelDirectory(source)
-            names, formats = [WIDE], partial(_wide_format, directory, settings.head)
+            names, formats = [WIDE], partial(_wide_format, directory, settings.head, settings.wide_torch_dtype)
         else:
             self._layers = layer_sizes(ModelDirectory(source), {})
             replace_directory(source, settings.out.resolve())
@@ -322,7 +322,7 @@ class CompressionRun:
         print_escaped(f"{settings.out}: {layers} as {what} by {how}, in {self.progress.seconds:.0f} s")
         directory = self._matrices(source)
         self._print_layers(directory, report, results, names)
-        self._layers = layer_sizes(directory, report.layers)
+        self._layers = layer_sizes(directory, report.layers, ModelDirectory(target))
         return report.bytes_after
 
     def _pack_trained(self, source: Path, target: Path) -> tuple[str, PackedReport, list[LayerResult]]:
@@ -338,6 +338,7 @@ class CompressionRun:
             settings.format,
             pack=pack,
             method={"trained": True},
+            wide_dtype=settings.wide_torch_dtype,
             experts=False,  # the training rounds linear layers only
             head=settings.head,
             overwrite=settings.overwrite,
@@ -378,6 +379,7 @@ class CompressionRun:
             overwrite=settings.overwrite,
             progress=self.progress,
             trust_remote_code=settings.trust_remote_code,
+            wide_dtype=settings.wide_torch_dtype,
         )
         sparse = "" if settings.sparsity is None else f"{sparsity_method}, {settings.sparsity}"
         return f"{sparse}, then {method}" if sparse and is_rounded else sparse or method, report, results
@@ -421,8 +423,9 @@ class CompressionRun:
         report.write(settings.out)
 
 
-def _wide_format(directory: ModelDirectory, head: bool, layer: str) -> str | None:
-    """Return the format that keeps the stored dtype of a layer; None for the output head unless `head` is set."""
+def _wide_format(directory: ModelDirectory, head: bool, dtype: torch.dtype | None, layer: str) -> str | None:
+    """Return the format of a dtype, or without one that of the layer's stored dtype; None for the output head unless
+    `head` is set."""
     if not head and layer.rpartition(".")[2] in ("lm_head", "embed_out"):
         return None
-    return WIDE_FORMATS.get(directory.places[f"{layer}.weight"].dtype, "fp32")
+    return WIDE_FORMATS.get(dtype or directory.places[f"{layer}.weight"].dtype, "fp32")

@@ -17,7 +17,7 @@ from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.gguf_model import GgufDirectory, is_gguf_file
 from windlass.compress.gptq_awq import find_packed_layers, read_packed_layer
 from windlass.compress.low_rank_config import RANKS_ENTRY
-from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.model_directory import ModelDirectory, build_empty, linear_layers, shared_parameters
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats, rounds_inputs
 from windlass.compress.save_refusal import refuse_packed_saves
@@ -30,6 +30,7 @@ from windlass.kernels.weight_format import Int8WeightFormat, PackedWeight, get_w
 _QUANTIZATION = "quantization_config"
 _OWN = (PRUNING_ENTRY, RANKS_ENTRY)  # keys in config.json of models that transformers cannot build
 _ORDER = "weight_g_idx"
+_HALF_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _UNUSED = ("input_scale", "input_zero_point", _ORDER)
 
 
@@ -109,6 +110,8 @@ def load_packed_model(
     weights = {f"{layer}.weight" for layer in packed}
     names = CheckpointNames(model, (set(directory.places) - used) | weights)
     names.split_experts(packed)
+    if dtype is None:
+        packed |= _narrow_layers(model, directory, names, used)
     unpacked: dict[str, torch.Tensor] = {}
     inputs = entry is not None and rounds_inputs(entry)
     for layer in list(packed):
@@ -131,6 +134,27 @@ def load_packed_model(
     refuse_packed_saves()
     loaded: nn.Module = model.eval()
     return loaded
+
+
+def _narrow_layers(
+    model: nn.Module, directory: ModelDirectory, names: CheckpointNames, used: set[str]
+) -> dict[str, tuple[str, _ReadParts]]:
+    """Return the wide linear layers whose weights have 16 bits in a directory with wider tensors, to be held in a
+    format of their dtype, which multiplies inputs of every dtype."""
+    wide = {place.dtype for name, place in directory.places.items() if name not in used}
+    if torch.float32 not in wide:
+        return {}
+    found: dict[str, tuple[str, _ReadParts]] = {}
+    shared = shared_parameters(model)
+    for name, module in linear_layers(model).items():
+        source = names.source_of.get(f"{name}.weight")
+        if source is None or source in used or source not in directory.places or id(module.weight) in shared:
+            continue
+        form = _HALF_FORMATS.get(directory.places[source].dtype)
+        if form is not None and source.endswith(".weight"):
+            layer = source.removesuffix(".weight")
+            found[layer] = form, partial(_read_parts, directory, layer, form)
+    return found
 
 
 def _place(

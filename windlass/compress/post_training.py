@@ -371,6 +371,7 @@ def compress_directory(
     progress: Callable[[int, int], None] = lambda done, total: None,
     trust_remote_code: bool = False,
     group: RankGroup | None = None,
+    wide_dtype: torch.dtype | None = None,
 ) -> tuple[PackedReport, list[LayerResult]]:
     """Write the model of `source` with packed linear layers, rounded by a method of `RoundingOptions`, to `target`.
 
@@ -378,7 +379,7 @@ def compress_directory(
     An interrupted call continues with the first block or layer that is not complete.
 
     Args:
-        formats, head, overwrite: as for `write_packed_directory`.
+        formats, head, overwrite, wide_dtype: as for `write_packed_directory`.
         batches: token ids `[rows, length]` of text, all of one shape.
         progress: called with the number of finished layers and of all layers.
         group: ranks that make the same call, e.g. `world_group()`: each runs its share of the text and rounds its share
@@ -436,6 +437,7 @@ def compress_directory(
         trust_remote_code=trust_remote_code,
         group=group,
         rounds_inputs=chosen.smooth,
+        wide_dtype=wide_dtype,
     )
     logger.debug("%d layers rounded by %s", len(producer.results), chosen.method)
     return report, producer.results
