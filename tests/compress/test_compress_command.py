@@ -24,6 +24,7 @@ from windlass.cli.model_run import RunFigures, run_model
 from windlass.compress import partial_directory, post_training
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
+from windlass.compress.layer_distillation import LayerDistillationOptions, distil_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_model import load_packed_model
 from windlass.data.tokenizer import train_tokenizer
@@ -203,6 +204,25 @@ def test_bad_input_is_refused_with_the_reason(model: Path, tmp_path: Path, capsy
     (tmp_path / "one.txt").write_text("ab")
     assert "tokens; give at least 8" in failed(capsys, model, out, "--data", tmp_path / "one.txt")
     assert not out.exists() and not (tmp_path / ".out.partial").exists()
+
+
+def test_codes_are_learned_by_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ("--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure")
+    options = ("--weights", "int3", "--group", 32)
+    run(model, tmp_path / "out", *options, "--method", "lkd", "--lkd-steps", 8, *text)
+    out = capsys.readouterr().out
+    assert "14 layers as int3_g32 by lkd" in out and "learned codes of 2 blocks: mean error " in out
+    assert "learned codes of 2 blocks" in (tmp_path / "out" / "compression.md").read_text()
+    batches = read_calibration_text([str(text[1])], model, sequences=4, length=32).batches
+    steps = LayerDistillationOptions(steps=8)
+    distil_directory(model, tmp_path / "python", "int3_g32", distillation=steps, batches=batches)
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "python"))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    for more in (("--rotate",), ("--activations", "int8"), ("--sparsity", "0.5")):
+        message = failed(capsys, model, tmp_path / "no", *options, "--method", "lkd", *more, *text)
+        assert f"({more[0]}) changes weights before --method lkd learns" in message
+    assert "which needs --method lkd" in failed(capsys, model, tmp_path / "no", "--lkd-steps", 3, *text)
+    assert "(--method) is 'lkd', which needs a calibration" in failed(capsys, model, tmp_path / "no", "--method", "lkd")
 
 
 def test_encoders_are_packed_and_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,13 @@ def compress(
         int | None, typer.Option(help="Input features with one scale: 32, 64, 128; 0: a whole row. [128 below 8 bits]")
     ] = None,
     method: Annotated[
-        Literal["auto", "rtn", "gptq", "awq", "hqq"],
-        typer.Option(help="auto: gptq with --data, else hqq; 8 bits and formats without integers: rtn."),
+        Literal["auto", "rtn", "gptq", "awq", "hqq", "lkd"],
+        typer.Option(
+            help="auto: gptq with --data, else hqq; 8 bits and formats without integers: rtn. lkd: gptq, then codes "
+            "learned block by block (ZeroQuant)."
+        ),
     ] = "auto",
+    lkd_steps: Annotated[int | None, typer.Option(help="Steps of each block with --method lkd. [200]", min=1)] = None,
     activations: Annotated[
         Literal["float", "int8"],
         typer.Option(help="int8: fold scales that take outliers out of the inputs (SmoothQuant). Needs --data."),
@@ -96,7 +100,7 @@ def compress(
     ] = False,
 ) -> None:
     """Compress MODEL and write it to OUT: packed weights, pruning, sparsity, distillation. The same command continues
-    an interrupted run."""
+    an interrupted run. Over ranks: windlass run --nproc 2 --module windlass compress MODEL OUT."""
     from windlass.cli.compression_settings import CompressionSettings
     from windlass.cli.compression_stages import CompressionRun
 
@@ -106,6 +110,7 @@ def compress(
         weights=weights,
         group=group,
         method=method,
+        lkd_steps=lkd_steps,
         activations=activations,
         budget=budget,
         prune=prune,

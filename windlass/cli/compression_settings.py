@@ -15,17 +15,18 @@ from windlass.base.errors import ConfigError
 from windlass.cli.compression_distillation import DistillationSettings, parse_losses
 from windlass.cli.compression_figures import choose_method, format_name
 from windlass.compress.compression_budget import CompressionBudget, parse_budget, parse_shares
+from windlass.compress.gguf_model import is_gguf_file
 from windlass.compress.post_training import NEEDS_TEXT, has_zero
 from windlass.compress.sparse_pruning import parse_pattern
 
 _FEW_BITS = ("int1", "int2", "ternary", "binary")
-WIDE = "wide"
+WIDE, LKD = "wide", "lkd"
 # options that the stages before the rounding depend on
 _BEFORE_ROUNDING = (
     *("prune", "importance", "data", "text_field", "sequences", "length", "head", "force"),
     *("distill_loss", "steps", "rows", "rate"),
 )
-_OF_BUDGET = ("budget", "method", "activations", "rotate")
+_OF_BUDGET = ("budget", "method", "lkd_steps", "activations", "rotate")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class CompressionSettings:
     weights: str | None
     group: int | None
     method: str
+    lkd_steps: int | None
     activations: str
     budget: str | None
     prune: str | None
@@ -81,6 +83,7 @@ class CompressionSettings:
         object.__setattr__(self, "format", self._format())
         self._check_distillation()
         self._check_text()
+        self._check_learning()
 
     @property
     def wide_torch_dtype(self) -> torch.dtype | None:
@@ -182,12 +185,48 @@ class CompressionSettings:
                     "round the result in a second run"
                 )
 
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse stages that run in one process only.
+
+        Raises:
+            ConfigError: an option adds such a stage, or the source is a GGUF file.
+        """
+        for name, value in (
+            ("prune", self.prune),
+            ("distill", self.distill),
+            ("budget", self.budget),
+            ("method", LKD if self.method == LKD else None),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} (--{name}) is {str(value)!r}, which runs in one process, and {ranks} ranks run; round "
+                    "over ranks in a second run, or start the command without ranks"
+                )
+        if is_gguf_file(self.source):
+            raise ConfigError(
+                f"{self.source} is a GGUF file, which one process unpacks; start the command without ranks"
+            )
+
+    def _check_learning(self) -> None:
+        """Refuse options that change weights before their codes are learned."""
+        if self.method != LKD:
+            if self.lkd_steps is not None:
+                raise ConfigError(f"lkd_steps (--lkd-steps) is {self.lkd_steps}, which needs --method lkd")
+            return
+        changed = {"rotate": self.rotate, "activations": self.activations == "int8", "sparsity": self.sparsity}
+        name = next((name for name, value in changed.items() if value), None)
+        if name is not None:
+            raise ConfigError(
+                f"{name} (--{name}) changes weights before --method lkd learns their codes; leave it out, or choose "
+                "--method gptq"
+            )
+
     def _check_text(self) -> None:
         """Refuse methods that need a text, if there is none."""
         if self.data:
             return
         for name, value, needs, instead in (
-            ("method", self.method, self.method in NEEDS_TEXT, "choose --method hqq or rtn"),
+            ("method", self.method, self.method in (*NEEDS_TEXT, LKD), "choose --method hqq or rtn"),
             ("activations", self.activations, self.activations == "int8", "leave it out"),
             (
                 "sparsity-method",

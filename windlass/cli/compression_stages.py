@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from windlass.base.atomic_file import replace_directory
 from windlass.base.errors import ConfigError
@@ -29,13 +31,17 @@ from windlass.cli.compression_figures import (
 )
 from windlass.cli.compression_picture import LayerSize, layer_sizes
 from windlass.cli.compression_report import CompressionReport, choice_lines, prune_lines
-from windlass.cli.compression_settings import WIDE, CompressionSettings
+from windlass.cli.compression_settings import LKD, WIDE, CompressionSettings
 from windlass.cli.model_run import RunFigures
+from windlass.comm.bootstrap import init_distributed
+from windlass.comm.rank_group import RankGroup, world_group
 from windlass.compress.budget_choice import BudgetChoice
 from windlass.compress.calibration_text import CalibrationText, longest_sequence, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
 from windlass.compress.format_rounding import pack_values
 from windlass.compress.gguf_model import is_gguf_file
+from windlass.compress.layer_distillation import LayerDistillationOptions
+from windlass.compress.layer_distillation import distil_directory as learn_directory
 from windlass.compress.linear_directory import as_linear_directory
 from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.packed_directory import WIDE_FORMATS, PackedReport, source_state, write_packed_directory
@@ -66,9 +72,15 @@ class CompressionRun:
         self._layers: list[LayerSize] = []
         self._pruned: list[str] = []
         self._notes: list[str] = []
+        self._group: RankGroup | None = None  # ranks that round together; None: this process alone
 
     def run(self) -> None:
-        """Write the directory, and print and write the report."""
+        """Write the directory, and print and write the report. On several ranks, the first one does so, and the others
+        share its work of rounding."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            init_distributed()
+            self._group = world_group()
+            self._settings.check_ranks(self._group.size)
         unpacked = self._unpack_source()
         settings = self._settings
         self._directory = ModelDirectory(settings.source)
@@ -86,6 +98,9 @@ class CompressionRun:
             check_teacher_directory(settings.distill, settings.source)
         self._check_layers()
         text = self._read_text()
+        if self._group is not None and self._group.index:
+            self._round(settings.source, text, None, settings.out)
+            return
         choice: BudgetChoice | None = None
         with closing(CompressionWorkspace(settings.out, self._fingerprint(text))) as work:
             source = self._prune(work, text) if settings.shares else settings.source
@@ -98,9 +113,18 @@ class CompressionRun:
                 after = self._round(source, text, None, settings.out)
             self.is_complete = True
             work.remove()
+        if settings.measure:
+            self._leave_ranks()
         self._report(after, text, choice)
         if unpacked is not None:
             shutil.rmtree(unpacked)
+
+    def _leave_ranks(self) -> None:
+        """Make this process one without ranks, so that it and its children measure models alone."""
+        if self._group is not None:
+            dist.destroy_process_group()
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                os.environ.pop(name, None)
 
     def _check_layers(self) -> None:
         """Refuse options that do not fit the model's layers, before anything is computed."""
@@ -317,6 +341,8 @@ class CompressionRun:
         else:
             how, report, results = self._round_by_method(source, text, names, formats, target)
         self.progress.end()
+        if self._group is not None and self._group.index:
+            return report.bytes_after
         what = names[0] if len(names) == 1 else f"{len(names)} formats"
         layers = plural(len(report.layers), "layer")
         print_escaped(f"{settings.out}: {layers} as {what} by {how}, in {self.progress.seconds:.0f} s")
@@ -357,6 +383,9 @@ class CompressionRun:
         settings, has_text = self._settings, text is not None
         is_rounded = names != [WIDE]
         method = choose_method(settings.method, names[0], has_text=has_text) if is_rounded else "rtn"
+        if method == LKD:
+            assert text is not None
+            return self._learn_codes(source, text, formats, target)
         if settings.limits is not None and settings.method == "auto":
             method = "gptq" if any(not name.startswith("int8") for name in names) else method
         sparsity_method = settings.sparsity_method
@@ -377,12 +406,39 @@ class CompressionRun:
             batches=text.batches if text is not None and options.needs_text else (),
             head=settings.head,
             overwrite=settings.overwrite,
-            progress=self.progress,
+            progress=self.progress if self._group is None or not self._group.index else _ignore,
             trust_remote_code=settings.trust_remote_code,
+            group=self._group,
             wide_dtype=settings.wide_torch_dtype,
         )
         sparse = "" if settings.sparsity is None else f"{sparsity_method}, {settings.sparsity}"
         return f"{sparse}, then {method}" if sparse and is_rounded else sparse or method, report, results
+
+    def _learn_codes(
+        self, source: Path, text: CalibrationText, formats: str | Callable[[str], str | None], target: Path
+    ) -> tuple[str, PackedReport, list[LayerResult]]:
+        settings = self._settings
+        report, blocks = learn_directory(
+            source,
+            target,
+            formats,
+            None,
+            LayerDistillationOptions(**({} if settings.lkd_steps is None else {"steps": settings.lkd_steps})),
+            batches=text.batches,
+            head=settings.head,
+            overwrite=settings.overwrite,
+            progress=self.progress,
+            trust_remote_code=settings.trust_remote_code,
+            wide_dtype=settings.wide_torch_dtype,
+        )
+        if blocks:
+            before, after = (100 * sum(values) / len(blocks) for values in (
+                [block.before for block in blocks], [block.after for block in blocks]
+            ))  # fmt: skip
+            note = f"learned codes of {plural(len(blocks), 'block')}: mean error {before:.3g} % -> {after:.3g} %"
+            self._notes.append(note)
+            print_escaped(f"  {note}")
+        return LKD, report, []
 
     def _print_layers(
         self, directory: ModelDirectory, report: PackedReport, results: list[LayerResult], names: list[str]
@@ -421,6 +477,10 @@ class CompressionRun:
             lines, asdict(before), asdict(after), settings.given(), self._pruned, self._layers, choice, self._notes
         )
         report.write(settings.out)
+
+
+def _ignore(done: int, total: int) -> None:
+    """Show no progress."""
 
 
 def _wide_format(directory: ModelDirectory, head: bool, dtype: torch.dtype | None, layer: str) -> str | None:
