@@ -425,6 +425,7 @@ def test_groups_in_activation_order_have_their_own_features(tmp_path: Path) -> N
     coded = get_weight_format("int4_g32").unpack_codes(plain.packed())
     wanted = (coded.codes.float() - 8) * coded.scale.float()[:, order]
     assert torch.equal(found.get_submodule(layer).weight, wanted) and not torch.equal(plain.weight, wanted)
+    assert found.get_submodule(layer).format.name == "int4_g32_ordered"
     assert found.get_submodule("model.layers.0.self_attn.k_proj").format.name == "int4_g32"
 
 

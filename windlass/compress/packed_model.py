@@ -24,6 +24,7 @@ from windlass.compress.save_refusal import refuse_packed_saves
 from windlass.kernels.bit_packing import unpack_words
 from windlass.kernels.coded_formats import SCALE_DTYPE, CodedWeightFormat, fits_scale_dtype
 from windlass.kernels.mapped_bytes import MappedBytes, set_pages
+from windlass.kernels.ordered_formats import OrderedWeightFormat, sorts
 from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
 from windlass.kernels.weight_format import Int8WeightFormat, PackedWeight, get_weight_format
 
@@ -97,6 +98,7 @@ def load_packed_model(
         layers = sorted({name.rpartition(".")[0] for name in directory.places if name.endswith(".weight_scale")})
         for layer, name in read_formats(entry, layers).items():
             groups = _scattered_groups(directory, layer, name)
+            ordered = None if groups is None else _ordered_format(directory, layer, name, groups)
             if groups is None:
                 groups = _groups_of_wide_scales(directory, layer, name)
             if name == Int8WeightFormat.name and f"{layer}.weight_packed" in directory.places:
@@ -104,6 +106,8 @@ def load_packed_model(
                 used |= {f"{layer}.weight_packed", f"{layer}.weight_shape"}
             elif groups is None:
                 packed[layer] = name, partial(_read_parts, directory, layer, name)
+            elif ordered is not None:
+                packed[layer] = ordered.name, partial(_read_ordered, directory, layer, ordered, groups)
             else:
                 packed[layer] = "fp32", partial(_read_values, directory, layer, name, groups)
             used |= {f"{layer}.{part}" for part in (*get_weight_format(name).file_form(1, 1), *_UNUSED)}
@@ -235,8 +239,28 @@ def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch
     straight = torch.arange(len(order)) // form.group
     if bool((order < 0).any()) or torch.equal(order, straight):  # -1: the file has no order
         return None
-    logger.warning("layer %s has groups of scattered features (actorder), and is held in float32", layer)
     return order
+
+
+def _ordered_format(
+    directory: ModelDirectory, layer: str, name: str, groups: torch.Tensor
+) -> OrderedWeightFormat | None:
+    """Return the format of a layer with scattered groups; None if it is held in float32, because its groups have
+    several sizes, or scales outside of the range of `SCALE_DTYPE`."""
+    form = get_weight_format(name)
+    assert isinstance(form, CodedWeightFormat) and form.group is not None
+    if sorts(groups, form.group) and fits_scale_dtype(directory.read(f"{layer}.weight_scale")):
+        return OrderedWeightFormat(form)
+    logger.warning("layer %s has scattered groups (actorder) that are not packed, and is held in float32", layer)
+    return None
+
+
+def _read_ordered(
+    directory: ModelDirectory, layer: str, form: OrderedWeightFormat, groups: torch.Tensor
+) -> tuple[PackedWeight, dict[str, MappedBytes]]:
+    """Return the packed tensors of a layer with scattered groups."""
+    tensors = _read_parts(directory, layer, form.inner.name)[0]
+    return form.pack_codes(form.inner.unpack_codes(tensors), groups), {}
 
 
 def _groups_of_wide_scales(directory: ModelDirectory, layer: str, name: str) -> torch.Tensor | None:

@@ -53,7 +53,7 @@ def test_equals_a_linear_layer_with_the_unpacked_weight(name: str, bias: bool) -
 
 
 @given(
-    name=st.sampled_from(list_weight_formats()),
+    name=st.sampled_from([*list_weight_formats(), "int4_g32_ordered", "int8_g64_zp_ordered"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     rows=st.integers(0, 9),
     outputs=st.integers(1, 35),
