@@ -321,6 +321,30 @@ def test_unquantized_tensors_in_16_bits_are_reported(
     assert "leave wide-dtype (--wide-dtype) out" in failed(capsys, model, tmp_path / "no", *budget)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_a_budget_chooses_a_format_for_all_experts_of_a_module(
+    name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64, "vocab_size": 300}
+    build(name, **sizes, tie_word_embeddings=False).save_pretrained(tmp_path / "wide")
+    for path in model.glob("tokenizer*"):
+        (tmp_path / "wide" / path.name).write_bytes(path.read_bytes())
+    text = ("--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure")
+    run(tmp_path / "wide", tmp_path / "out", "--budget", "size=0.5", "--head", *text)
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    got = report["after"]["nbytes"] / report["before"]["nbytes"]
+    assert got <= 0.5 and report["choice"]["nbytes"] == report["after"]["nbytes"], "as expected, to the byte"
+    groups = [one for one in report["choice"]["groups"] if any(".experts." in layer for layer in one["names"])]
+    experts = [layer for layer in ModelDirectory(tmp_path / "wide").places if ".experts." in layer]
+    assert sorted(f"{layer}.weight" for one in groups for layer in one["names"]) == sorted(experts)
+    blocks = {layer.partition(".experts.")[0] for layer in experts}
+    assert len(groups) == 2 * len(blocks) and any(one["format"] for one in groups)
+    found = load_packed_model(tmp_path / "out")
+    held = {n: m.format.name for n, m in found.named_modules() if isinstance(m, PackedLinear) and ".experts." in n}
+    assert len(held) == sum(len(one["names"]) for one in groups if one["format"])
+    assert torch.isfinite(found(torch.arange(8)[None]).logits).all()
+
+
 def test_groups_that_do_not_divide_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build("llama", intermediate_size=96, hidden_size=64).save_pretrained(tmp_path / "wide")
     with pytest.raises(SystemExit):

@@ -20,7 +20,8 @@ class SplitExperts(nn.Module):
     """Experts with the layers `<number>.gate_proj`, `<number>.up_proj` and `<number>.down_proj`.
 
     Args:
-        stacked: module for which `can_split` is True. Its class computes the gate.
+        stacked: module for which `can_split` is True. Its class computes the gate. The layers' weights are views of its
+            tensors.
     """
 
     def __init__(self, stacked: nn.Module) -> None:
@@ -28,13 +29,11 @@ class SplitExperts(nn.Module):
         weight = stacked.get_parameter("gate_up_proj")
         experts, double, hidden = weight.shape
         self.num_experts = experts
-        options: dict[str, Any] = {"bias": False, "device": "meta", "dtype": weight.dtype}
+        down = stacked.get_parameter("down_proj")
         for number in range(experts):
-            layers = {
-                "gate_proj": nn.Linear(hidden, double // 2, **options),
-                "up_proj": nn.Linear(hidden, double // 2, **options),
-                "down_proj": nn.Linear(double // 2, hidden, **options),
-            }
+            gate, up = weight.detach()[number].chunk(2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": down.detach()[number]}
+            layers = {name: _linear(part, weight.requires_grad) for name, part in parts.items()}
             self.add_module(str(number), nn.ModuleDict(layers))
         for name in _STACKED:
             delattr(stacked, name)
@@ -61,6 +60,13 @@ class SplitExperts(nn.Module):
             found = expert["down_proj"](inner) * top_k_weights[token, place, None]
             out.index_add_(0, token, found.to(out.dtype))
         return out
+
+
+def _linear(weight: Tensor, trains: bool) -> nn.Linear:
+    """Return a linear layer that has a tensor as its weight."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=trains)
+    return layer
 
 
 def can_split(module: nn.Module) -> bool:
