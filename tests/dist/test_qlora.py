@@ -183,6 +183,23 @@ def test_a_sharded_4_bit_base_trains_its_adapters_as_in_one_process(
         assert 2 * result["held"] == full + result["padding"], "and between steps"
 
 
+@pytest.mark.parametrize(("zero", "transport"), [({"stage": 3}, "shm"), ({"stage": 3, **OFFLOADED}, "gloo")])
+def test_packed_experts_train_as_in_one_process(zero: dict[str, Any], transport: str, tmp_path: Path) -> None:
+    """Ranks reach different experts, each of which has adapters of its own."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 41, "tie_word_embeddings": False}
+    build_causal("qwen2_moe", 2, **sizes).save_pretrained(tmp_path / "wide")
+    report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", FORMAT)
+    assert any(".experts." in layer for layer in report.layers)
+    losses, state = plain(tmp_path)
+    assert any(".experts." in name for name in state)
+    results = run_ranks(train, 2, str(tmp_path / "packed"), None, zero, transport=transport)
+    assert results[0]["losses"] == pytest.approx(losses, rel=2e-5)
+    for name, value in state.items():
+        torch.testing.assert_close(results[0]["state"][name], value, rtol=1e-4, atol=1e-5)
+    for result in results:
+        assert 2 * result["held"] == result["loaded"][1] + result["padding"]
+
+
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 41}  # ranks split no quantization group of 32
 
 
