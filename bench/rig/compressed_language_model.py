@@ -16,6 +16,7 @@ from windlass.compress.calibration_text import bits_per_byte, read_calibration_t
 from windlass.compress.compression_training import init_compression
 from windlass.compress.distillation import Distillation
 from windlass.compress.format_rounding import pack_trained_layers
+from windlass.compress.layer_importance import block_influences, choose_layers, every_other, remove_layers
 from windlass.compress.packed_model import load_packed_model
 from windlass.compress.post_training import RoundingOptions, compress_directory
 from windlass.compress.prune_model import prune_model
@@ -53,7 +54,8 @@ class CompressedForm:
         share: length of the training with distillation, as a share of the original training; 0: none.
         rate: learning rate of the training with distillation.
         section: techniques of `compression_training` in addition to the format.
-        layers: number of blocks that stay once those whose removal costs least are removed; 0: all.
+        layers: number of blocks that stay; 0: all.
+        choice: rule by which the other blocks are chosen: loss without them, block influence, or even spacing.
         sparsity: method that sets half of the weights to 0 without training.
         prune: share of the units of each kind to remove, chosen by activations.
     """
@@ -65,6 +67,7 @@ class CompressedForm:
     rate: float = 1e-3
     section: dict[str, Any] = field(default_factory=dict)
     layers: int = 0
+    choice: Literal["measured", "influence", "every other"] = "measured"
     sparsity: str | None = None
     prune: dict[str, float] = field(default_factory=dict)
 
@@ -99,7 +102,9 @@ LANGUAGE_MODELS: dict[str, CompressedForm] = {
     "50 % of the weights, sparsegpt": CompressedForm("less than wanda", sparsity="sparsegpt"),
     "heads -25 %, by activation": CompressedForm("", prune={"heads": 0.25}),
     "heads -25 %, trained on 10 %": CompressedForm("<= 2 %", share=0.1, prune={"heads": 0.25}),
-    "layers 4 -> 3": CompressedForm("", layers=3),
+    "layers 4 -> 3": CompressedForm("no worse than the next two rows", layers=3),
+    "layers 4 -> 3, by block influence": CompressedForm("", layers=3, choice="influence"),
+    "layers 4 -> 3, every other": CompressedForm("", layers=3, choice="every other"),
     "layers 4 -> 3, trained on 10 %": CompressedForm("<= 3 %", share=0.1, layers=3),
 }
 
@@ -143,7 +148,7 @@ def measure_language_model(row: str, seed: int, base: Path, steps: int) -> dict[
     if form.format is not None and not form.is_trained:
         model, size = _round(base, form, held_out)
     else:
-        model = _shrink(whole, form, held_out, base)
+        model = _shrink(form, base)
         model = _train(model, whole, form, round(form.share * steps), seed, base)
         size = None
         if form.format is not None:
@@ -156,10 +161,10 @@ def measure_language_model(row: str, seed: int, base: Path, steps: int) -> dict[
     return result
 
 
-def _shrink(whole: Any, form: CompressedForm, held_out: HeldOutSet, base: Path) -> Any:
+def _shrink(form: CompressedForm, base: Path) -> Any:
     """Return the model with fewer blocks, sparse or pruned; the whole model if the form has none of these."""
     if form.layers:
-        return _drop_layers(whole, form.layers, held_out)
+        return _drop_layers(_load(base), form, base)
     if form.sparsity is not None:
         options = RoundingOptions(sparsity="0.5", sparsity_method=form.sparsity)
         with tempfile.TemporaryDirectory() as folder:
@@ -239,26 +244,17 @@ def _train(student: Any, teacher: Any, form: CompressedForm, steps: int, seed: i
     return student.eval()
 
 
-def _drop_layers(model: Any, keep: int, held_out: HeldOutSet) -> Any:
-    """Return a copy with `keep` blocks: each step removes the block whose removal costs least."""
-    import copy
-
-    found = copy.deepcopy(model)
-    while len(found.model.layers) > keep:
-        losses = []
-        for place in range(len(found.model.layers)):
-            candidate = _without(found, place)
-            losses.append(bits_per_byte(candidate, held_out))
-        found = _without(found, losses.index(min(losses)))
-    return found
-
-
-def _without(model: Any, place: int) -> Any:
-    import copy
-
-    found = copy.deepcopy(model)
-    del found.model.layers[place]
-    found.config.num_hidden_layers = len(found.model.layers)
-    for number, layer in enumerate(found.model.layers):
-        layer.self_attn.layer_idx = number
-    return found
+def _drop_layers(model: Any, form: CompressedForm, base: Path) -> Any:
+    """Remove blocks in place until `form.layers` stay. The choice is measured on calibration text, not on the
+    held-out set."""
+    total, batches = len(model.model.layers), _calibration(base)
+    count = total - form.layers
+    if form.choice == "measured":
+        chosen = choose_layers(model, count, batches)
+    elif form.choice == "influence":
+        influences = block_influences(model, batches)
+        chosen = sorted(sorted(range(total), key=lambda number: influences[number])[:count])
+    else:
+        chosen = every_other(total, count)
+    remove_layers(model, chosen)
+    return model

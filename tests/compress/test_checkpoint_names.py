@@ -34,12 +34,16 @@ def saved(directory: Path, name: str) -> Any:
     return model
 
 
-def round_layers(model: Any, form: str, *, head: bool) -> Any:
+def round_layers(model: Any, form: str, *, head: bool, experts: bool = False) -> Any:
+    chosen = get_weight_format(form)
     with torch.no_grad():
         for module in model.modules():
             if type(module) is torch.nn.Linear and (head or module is not model.get_output_embeddings()):
-                chosen = get_weight_format(form)
                 module.weight.copy_(chosen.unpack(chosen.pack(module.weight)))
+            for name, stacked in module.named_parameters(recurse=False):
+                if experts and stacked.dim() == 3:
+                    assert name in ("gate_up_proj", "down_proj")
+                    stacked.copy_(chosen.unpack(chosen.pack(stacked.flatten(0, 1))).view_as(stacked))
     return model
 
 
@@ -47,14 +51,19 @@ def round_layers(model: Any, form: str, *, head: bool) -> Any:
 def test_renamed_and_joined_tensors_are_loaded(name: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "wide", name)
     report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", head=True)
-    assert not report.kept, "the head has a tensor of its own, under another name"
+    assert not any(name.endswith(("lm_head", "embed_out")) for name in report.kept)
+    routers = {name: reason for name, reason in report.kept.items() if name.endswith(("gate", "shared_expert_gate"))}
+    assert report.kept == routers and all("Router is not a linear layer" in reason for reason in routers.values())
     if name == "gpt_neox":
         assert "embed_out" in report.layers and "lm_head" not in report.layers
     found = load_packed_model(tmp_path / "packed")
     packed = sum(isinstance(module, PackedLinear) for module in found.modules())
     assert packed == len(report.layers) > 4
+    experts = sum(one.numel() for one in model.parameters() if one.dim() == 3)
+    held = [m for n, m in found.named_modules() if ".experts." in n and isinstance(m, PackedLinear)]
+    assert sum(m.in_features * m.out_features for m in held) == experts and bool(experts) == (name in EXPERTS)
     with torch.no_grad():
-        wanted = round_layers(model, "int4_g32", head=True)(IDS).logits
+        wanted = round_layers(model, "int4_g32", head=True, experts=True)(IDS).logits
         torch.testing.assert_close(found(IDS).logits, wanted, rtol=1e-5, atol=1e-5)
     with LLM(tmp_path / "packed", skip_tokenizer_init=True, max_sequences=2, max_tokens_per_step=32) as llm:
         assert len(llm.generate([[3, 4, 5]])[0].outputs[0].token_ids) > 0
@@ -74,14 +83,15 @@ def test_every_tensor_of_the_files_gets_the_place_that_transformers_gives_it(nam
             assert torch.equal(value, state[target])
 
 
-def test_packed_experts_of_other_programs_are_joined_as_floats(tmp_path: Path, caplog: Any) -> None:
-    """Other programs pack the matrices of each expert separately, under the names of the files."""
+def test_packed_experts_of_other_programs_stay_packed(tmp_path: Path) -> None:
+    """Other programs pack the matrices of each expert separately, under the names of the files. Only the experts are
+    packed here, and one matrix of the first one is not."""
     model = saved(tmp_path / "wide", "mixtral")
     form = get_weight_format("int8_g32")
     tensors, layers, features = {}, {}, {}
     for name, tensor in load_file(tmp_path / "wide" / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if ".experts." not in name:
+        if ".experts." not in name or ".layers.0" in name and ".experts.0.w1" in name:
             tensors[name] = tensor
             continue
         layers[layer], features[layer] = form.name, tensor.shape[1]
@@ -92,16 +102,18 @@ def test_packed_experts_of_other_programs_are_joined_as_floats(tmp_path: Path, c
     entry = describe_formats(layers, features, [])
     (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
     found = load_packed_model(tmp_path / "packed")
-    assert "24 packed layers that the model joins with others" in caplog.text
-    for layer in model.model.layers:
+    assert sum(isinstance(module, PackedLinear) for module in found.modules()) == 23
+    for number, layer in enumerate(model.model.layers):
         for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
-            flat = weight.data.flatten(0, 1)
-            weight.data.copy_(form.unpack(form.pack(flat)).view_as(weight))
+            wide = weight[0, :96].clone()
+            weight.data.copy_(form.unpack(form.pack(weight.data.flatten(0, 1))).view_as(weight))
+            if number == 0 and weight is layer.mlp.experts.gate_up_proj:
+                weight.data[0, :96] = wide
     with torch.no_grad():
         torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
     damaged = {name: value for name, value in tensors.items() if ".experts.1.w3." not in name}
     save_file(damaged, tmp_path / "packed" / "model.safetensors")
-    with pytest.raises(ModelError, match=r"tensors like .*experts\.0\.w.*copy the model again"):
+    with pytest.raises(ModelError, match=r"lacks 2 tensors of the model: .*experts\.1\.up_proj.*copy its files again"):
         load_packed_model(tmp_path / "packed")
 
 
@@ -135,17 +147,30 @@ def test_weights_beside_packed_tied_layers_stay_tied(tmp_path: Path) -> None:
     assert found.get_output_embeddings().weight is found.get_input_embeddings().weight
 
 
-def test_calibration_sees_experts_as_the_model_joins_them(tmp_path: Path) -> None:
-    saved(tmp_path / "wide", "mixtral")
-    batches = [IDS.clone() for _ in range(2)]
-    report, results = compress_directory(
-        tmp_path / "wide", tmp_path / "packed", "int4_g32", RoundingOptions("gptq"), batches=batches
-    )
-    assert len(results) == len(report.layers) == 8 and all(one.error is not None for one in results)
-    wide = load_file(tmp_path / "wide" / "model.safetensors")
-    packed = load_file(tmp_path / "packed" / "model.safetensors")
-    experts = [name for name in wide if ".experts." in name]
-    assert experts and all(torch.equal(wide[name], packed[name]) for name in experts)
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_experts_are_calibrated_with_their_own_tokens(name: str, method: Any, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide", name)
+    batches = [torch.randint(0, 40, (4, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    stacked = sum(one.shape[0] * (1 + (leaf == "gate_up_proj")) for leaf, one in named_stacks(model))
+    errors: dict[str, float] = {}
+    for one in ("rtn", method):
+        report, results = compress_directory(
+            tmp_path / "wide", tmp_path / one, "int3_g32", RoundingOptions(one), batches=batches
+        )
+        experts = [layer for layer in report.layers if ".experts." in layer]
+        assert len(results) == len(report.layers) and len(experts) == stacked
+        with torch.no_grad():
+            found = [load_packed_model(tmp_path / one)(batch).logits - model(batch).logits for batch in batches]
+        errors[one] = sum(float(difference.square().sum()) for difference in found)
+    rounded = [one.error for one in results if ".experts." in one.name and one.error is not None]
+    assert rounded and max(rounded) < 0.2
+    assert errors[method] < (errors["rtn"] if method == "gptq" else 1.5 * errors["rtn"])
+
+
+def named_stacks(model: Any) -> list[tuple[str, torch.Tensor]]:
+    found = [(name.rpartition(".")[2], one) for name, one in model.named_parameters()]
+    return [(leaf, one) for leaf, one in found if one.dim() == 3]
 
 
 @pytest.mark.parametrize(("activations", "rounds"), [("auto", True), ("float", False)])

@@ -24,10 +24,12 @@ from windlass.cli.model_run import RunFigures, run_model
 from windlass.compress import partial_directory, post_training
 from windlass.compress.calibration_text import bits_per_byte, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
+from windlass.compress.layer_distillation import LayerDistillationOptions, distil_directory
 from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_model import load_packed_model
 from windlass.data.tokenizer import train_tokenizer
 from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.packed_linear import PackedLinear
 
 LINES = [
@@ -178,7 +180,18 @@ def test_bad_input_is_refused_with_the_reason(model: Path, tmp_path: Path, capsy
     assert "rounding a trained model to so few bits" in failed(capsys, model, out, "--weights", "int2")
     assert "format 'int4_g48', which does not exist" in failed(capsys, model, out, "--group", "48")
     assert "needs a calibration text" in failed(capsys, model, out, "--method", "gptq", "--no-measure")
-    assert "smoothing of int8 activations needs" in failed(capsys, model, out, "--activations", "int8")
+    message = failed(capsys, model, out, "--activations", "int8")
+    assert "(--activations) is 'int8', which needs a calibration text; give some with --data, or leave it" in message
+    assert "(--sparsity-method) is 'wanda', which needs" in failed(
+        capsys, model, out, "--sparsity", "0.5", "--sparsity-method", "wanda"
+    )
+    assert "'int4_g64_zp', with groups of 64, and group (--group) is 128; leave" in failed(
+        capsys, model, out, "--weights", "int4_g64_zp", "--group", "128"
+    )
+    build("gpt2").save_pretrained(tmp_path / "gpt2")
+    assert "of type 'gpt2', whose hidden states are not rotated; rotation supports llama, mistral, qwen2" in failed(
+        capsys, tmp_path / "gpt2", out, "--rotate", "--prune", "ffn=0.5", "--no-measure"
+    )
     assert "is not a format of integers" in failed(capsys, model, out, "--weights", "fp8", "--method", "awq")
     assert "is not a model" in failed(capsys, tmp_path, out)
     assert "contains" in failed(capsys, model, model.parent, "--overwrite")
@@ -191,6 +204,25 @@ def test_bad_input_is_refused_with_the_reason(model: Path, tmp_path: Path, capsy
     (tmp_path / "one.txt").write_text("ab")
     assert "tokens; give at least 8" in failed(capsys, model, out, "--data", tmp_path / "one.txt")
     assert not out.exists() and not (tmp_path / ".out.partial").exists()
+
+
+def test_codes_are_learned_by_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = ("--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure")
+    options = ("--weights", "int3", "--group", 32)
+    run(model, tmp_path / "out", *options, "--method", "lkd", "--lkd-steps", 8, *text)
+    out = capsys.readouterr().out
+    assert "14 layers as int3_g32 by lkd" in out and "learned codes of 2 blocks: mean error " in out
+    assert "learned codes of 2 blocks" in (tmp_path / "out" / "compression.md").read_text()
+    batches = read_calibration_text([str(text[1])], model, sequences=4, length=32).batches
+    steps = LayerDistillationOptions(steps=8)
+    distil_directory(model, tmp_path / "python", "int3_g32", distillation=steps, batches=batches)
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "python"))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+    for more in (("--rotate",), ("--activations", "int8"), ("--sparsity", "0.5")):
+        message = failed(capsys, model, tmp_path / "no", *options, "--method", "lkd", *more, *text)
+        assert f"({more[0]}) changes weights before --method lkd learns" in message
+    assert "which needs --method lkd" in failed(capsys, model, tmp_path / "no", "--lkd-steps", 3, *text)
+    assert "(--method) is 'lkd', which needs a calibration" in failed(capsys, model, tmp_path / "no", "--method", "lkd")
 
 
 def test_encoders_are_packed_and_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,6 +255,94 @@ def test_encoders_are_packed_and_not_measured(tmp_path: Path, capsys: pytest.Cap
     )
     message = failed(capsys, tmp_path / "vit", tmp_path / "no", "--no-measure")
     assert "for this kind of AutoModel: AutoModelForCausalLM; give a causal language model" in message
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("options", [("--weights", "int4"), ("--weights", "int8", "--group", 0), ("--sparsity", "0.5")])
+def test_each_expert_is_compressed(
+    name: str, options: tuple[object, ...], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64, "vocab_size": 300}
+    wide: Any = build(name, **sizes, tie_word_embeddings=False).eval()
+    wide.save_pretrained(tmp_path / "wide")
+    for path in model.glob("tokenizer*"):
+        (tmp_path / "wide" / path.name).write_bytes(path.read_bytes())
+    text = ("--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure")
+    group = ("--group", 32) if "int4" in options else ()
+    run(tmp_path / "wide", tmp_path / "out", *options, *group, *text)
+    out = capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    formats = {one["names"][0]: one["format"] for one in report["layers"]}
+    experts = [layer for layer in ModelDirectory(tmp_path / "wide").places if ".experts." in layer]
+    assert experts and all(formats[layer.removesuffix(".weight")] for layer in experts)
+    for layer, chosen in formats.items():  # each matrix except the embedding is compressed or named with its reason
+        assert chosen or f"{layer}," in out or f"{layer}: " in out or layer == "model.embed_tokens", layer
+    ids = torch.arange(3, 23).view(1, 20)
+    if "--sparsity" in options:
+        found: Any = load(tmp_path / "out")
+        for one in found.parameters():
+            assert one.dim() != 3 or float((one == 0).float().mean()) >= 0.5
+        return
+    found = load_packed_model(tmp_path / "out")
+    packed = {f"{n}.weight": one.unpack() for n, one in found.named_modules() if isinstance(one, PackedLinear)}
+    assert len(packed) == len([one for one in formats.values() if one])
+    state = {key: value for key, value in found.state_dict().items() if key in wide.state_dict()}
+    for key, value in wide.state_dict().items():
+        if value.dim() == 3:
+            owner, _, leaf = key.rpartition(".")
+            parts = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else ["down_proj"]
+            rows = [torch.cat([packed.pop(f"{owner}.{n}.{part}.weight") for part in parts]) for n in range(len(value))]
+            state[key] = torch.stack(rows)
+    wide.load_state_dict({**state, **packed})
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids).logits, wide(ids).logits, rtol=1e-4, atol=1e-4)
+        wanted = wide.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)[0, 20:]
+    with LLM(tmp_path / "out", activations="float", max_sequences=2, max_tokens_per_step=32) as llm:
+        got = llm.generate([ids[0].tolist()], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert list(got[0].outputs[0].token_ids) == wanted.tolist()
+
+
+def test_unquantized_tensors_in_16_bits_are_reported(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(model, tmp_path / "out", "--group", 32, "--wide-dtype", "bf16", "--no-measure")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["lm_head.weight"].dtype == tensors["model.norm.weight"].dtype == torch.bfloat16
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    sizes = {one["names"][0]: one for one in report["layers"]}
+    assert sizes["lm_head"]["nbytes"] == 2 * 300 * 64 == sizes["lm_head"]["wide_bytes"] // 2
+    assert report["after"]["nbytes"] == sum(one.nbytes for one in tensors.values())
+    run(model, tmp_path / "sparse", "--sparsity", "0.5", "--wide-dtype", "fp16", "--no-measure")
+    tensors = load_file(tmp_path / "sparse" / "model.safetensors")
+    assert {one.dtype for one in tensors.values()} == {torch.float16}
+    wide = failed(capsys, model, tmp_path / "no", "--weights", "wide", "--prune", "layers=1", "--wide-dtype", "bf16")
+    assert "wide-dtype (--wide-dtype) is 'bf16', which has no effect" in wide
+    budget = ("--budget", "size=4x", "--data", model.parent / "text.txt", "--wide-dtype", "bf16")
+    assert "leave wide-dtype (--wide-dtype) out" in failed(capsys, model, tmp_path / "no", *budget)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_a_budget_chooses_a_format_for_all_experts_of_a_module(
+    name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64, "vocab_size": 300}
+    build(name, **sizes, tie_word_embeddings=False).save_pretrained(tmp_path / "wide")
+    for path in model.glob("tokenizer*"):
+        (tmp_path / "wide" / path.name).write_bytes(path.read_bytes())
+    text = ("--data", model.parent / "text.txt", "--sequences", 4, "--length", 32, "--no-measure")
+    run(tmp_path / "wide", tmp_path / "out", "--budget", "size=0.5", "--head", *text)
+    report = json.loads((tmp_path / "out" / "compression.json").read_text())
+    got = report["after"]["nbytes"] / report["before"]["nbytes"]
+    assert got <= 0.5 and report["choice"]["nbytes"] == report["after"]["nbytes"], "as expected, to the byte"
+    groups = [one for one in report["choice"]["groups"] if any(".experts." in layer for layer in one["names"])]
+    experts = [layer for layer in ModelDirectory(tmp_path / "wide").places if ".experts." in layer]
+    assert sorted(f"{layer}.weight" for one in groups for layer in one["names"]) == sorted(experts)
+    blocks = {layer.partition(".experts.")[0] for layer in experts}
+    assert len(groups) == 2 * len(blocks) and any(one["format"] for one in groups)
+    found = load_packed_model(tmp_path / "out")
+    held = {n: m.format.name for n, m in found.named_modules() if isinstance(m, PackedLinear) and ".experts." in n}
+    assert len(held) == sum(len(one["names"]) for one in groups if one["format"])
+    assert torch.isfinite(found(torch.arange(8)[None]).logits).all()
 
 
 def test_groups_that_do_not_divide_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,7 +389,8 @@ def test_a_pruned_model_is_an_ordinary_directory(
     text = ["--data", model.parent / "text.txt", "--sequences", 4, "--length", 32]
     run(model, tmp_path / "out", "--weights", "wide", "--prune", "ffn=0.25,heads=1,layers=1", *text)
     out = capsys.readouterr().out
-    assert "layers: 2 -> 1" in out and "heads: 4 -> 2" in out and "ffn: 128 -> 96" in out
+    assert "layers: 2 -> 1" in out and "heads: 4 -> 2 in the model, 2 -> 1 for each key head" in out
+    assert "ffn: 128 -> 96" in out
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["num_hidden_layers"], config["num_attention_heads"], config["intermediate_size"]) == (1, 2, 96)
     report = json.loads((tmp_path / "out" / "compression.json").read_text())
@@ -452,8 +573,17 @@ def test_sparse_weights_stay_wide(model: Path, tmp_path: Path, capsys: pytest.Ca
     load(model).half().save_pretrained(tmp_path / "half")
     run(tmp_path / "half", tmp_path / "out16", "--sparsity", "0.5", "--no-measure")
     assert {tensor.dtype for tensor in load_file(tmp_path / "out16" / "model.safetensors").values()} == {torch.float16}
-    assert "round the result in a second run" in failed(
-        capsys, model, tmp_path / "no", "--sparsity", "0.5", "--weights", "int4"
+    run(model, tmp_path / "both", "--sparsity", "2:4", "--weights", "int4", "--group", "32", "--no-measure")
+    out = capsys.readouterr().out
+    assert "14 layers as int4_g32 by magnitude, 2:4, then hqq" in out and "packed weights: 7." in out
+    for one in load_packed_model(tmp_path / "both").modules():
+        if isinstance(one, PackedLinear):
+            assert int((one.unpack().view(-1, 4) != 0).sum(1).max()) <= 2
+    assert "'binary_g128', which has no code for 0" in failed(
+        capsys, model, tmp_path / "no", "--sparsity", "0.5", "--weights", "binary", "--force"
+    )
+    assert "2:4 does not divide the 121 input features of layer 'model.layers.0.mlp.down_proj'" in failed(
+        capsys, model, tmp_path / "no", "--sparsity", "2:4", "--prune", "ffn=7"
     )
     assert "nothing is pruned" in failed(capsys, model, tmp_path / "no", "--weights", "wide")
     layers = ("--prune", "layers=1", "--weights", "wide")

@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 from tests.causal_models import build
 from tests.compress.test_compress_command import LINES, failed, load, model, run  # noqa: F401
+from windlass.base.errors import ConfigError
 from windlass.cli import compression_distillation, compression_stages
 from windlass.cli.compression_distillation import LOSS_TERMS, parse_losses
 from windlass.cli.compression_figures import StageProgress
 from windlass.cli.main import main
+from windlass.compress.distillation import check_tokenizers
 from windlass.compress.format_rounding import format_values
 from windlass.compress.packed_model import load_packed_model
 from windlass.data.tokenizer import train_tokenizer
@@ -155,6 +157,11 @@ def test_teachers_and_options_that_do_not_fit_are_refused(
     train_tokenizer([line.upper() for line in LINES], 300, tmp_path / "teacher")
     other = failed(capsys, model, out, "--distill", tmp_path / "teacher", "--steps", 2, *text)
     assert "the teacher has another tokenizer: token " in other
+    merges = json.loads((model / "tokenizer.json").read_text())
+    merges["model"]["merges"].reverse()  # the same vocabulary
+    (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(merges))
+    other = failed(capsys, model, out, "--distill", tmp_path / "teacher", "--steps", 2, *text)
+    assert "the teacher has another tokenizer: the vocabularies are equal, but model.merges differs: entry 0" in other
     assert "needs steps" in failed(capsys, model, out, "--distill", model, *text)
     assert "needs text to train on" in failed(capsys, model, out, "--distill", model, "--steps", 2)
     assert "give --distill TEACHER" in failed(capsys, model, out, "--steps", 2, *text)
@@ -166,6 +173,47 @@ def test_teachers_and_options_that_do_not_fit_are_refused(
     assert "rotate (--rotate) changes weights after" in rotated
     assert "is not a model" in failed(capsys, model, out, "--distill", tmp_path / "none", "--steps", 2, *text)
     assert not out.exists() and not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("model", {"merges": "reversed"}, r"model\.merges differs: entry 0 is \["),
+        ("model", {"ignore_merges": True}, r"model\.ignore_merges"),
+        ("normalizer", {"type": "Lowercase"}, r"normalizer differs: None in the model's and \{'type': 'Lowercase'"),
+        ("pre_tokenizer", {"use_regex": False}, r"pre_tokenizer differs: .*use_regex is True in the model's and False"),
+        ("added_tokens", {"lstrip": True}, r"added_tokens differs: .* 'lstrip': False"),
+        ("decoder", {"add_prefix_space": False}, None),
+        ("post_processor", None, None),
+    ],
+)
+def test_tokenizers_of_one_vocabulary_may_differ(
+    part: str,
+    change: dict[str, Any] | None,
+    message: str | None,
+    model: Path,  # noqa: F811
+) -> None:
+    from tokenizers import Tokenizer
+
+    own = Tokenizer.from_file(str(model / "tokenizer.json"))
+    found = json.loads(own.to_str())
+    if part == "added_tokens":
+        found[part] = [{**one, **(change or {})} for one in found[part]]
+    elif change == {"merges": "reversed"}:
+        found[part]["merges"].reverse()
+    else:
+        found[part] = None if change is None else {**(found[part] or {}), **change}
+    other = Tokenizer.from_str(json.dumps(found))
+    assert own.get_vocab() == other.get_vocab()
+    check_tokenizers(own, Tokenizer.from_str(own.to_str()))
+    if message is None:
+        check_tokenizers(own, other)
+        return
+    for one, two in ((own, other), (other, own)):
+        with pytest.raises(ConfigError, match="the teacher has another tokenizer: the vocabularies are equal, but"):
+            check_tokenizers(one, two)
+    with pytest.raises(ConfigError, match=message):
+        check_tokenizers(own, other)
 
 
 def test_losses_are_read() -> None:

@@ -517,7 +517,7 @@ def test_bad_input_names_the_key() -> None:
         "method: .movement.; write l1 or topk or snip_momentum",
         sparse_pruning=technique({"method": "movement"}, {"dense_ratio": 0.5}, "fc1"),
     )
-    refused("weight_format: .*'int5'", weight_quantization=technique({}, {"weight_format": "int5"}, ["fc1"]))
+    refused("weight_format: .*'int9'", weight_quantization=technique({}, {"weight_format": "int9"}, ["fc1"]))
     both = {"weight_format": "int4", "target_bits": 4}
     refused("weight_format beside bits", weight_quantization=technique({}, both, ["fc1"]))
     refused("target_bits: missing", weight_quantization=technique({}, {}, ["fc1"]))

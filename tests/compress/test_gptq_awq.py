@@ -11,10 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.causal_models import VOCABULARY
 from tests.compress.test_packed_directory import IDS, saved
+from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import ModelError
 from windlass.compress.packed_model import load_packed_model
+from windlass.inference.llm import LLM
+from windlass.inference.sampling_params import SamplingParams
 from windlass.kernels.packed_linear import PackedLinear
+from windlass.parallel.tensor.packed_sharding import plan_packed_part
 
 
 def bits_of(values: list[int], bits: int) -> list[int]:
@@ -128,14 +133,74 @@ def test_layers_with_their_own_bits_are_read(tmp_path: Path) -> None:
     assert found.get_submodule("model.layers.0.self_attn.k_proj").format.name == "int4_g32"
 
 
-def test_gptq_activation_order_is_loaded_as_floats(tmp_path: Path) -> None:
-    saved(tmp_path / "wide")
-    entry = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-    weights = quantized_copy(tmp_path / "wide", tmp_path / "packed", entry, False, ordered=False)
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, False), (4, True), (3, True), (8, False)])
+def test_gptq_activation_order_stays_packed(bits: int, symmetric: bool, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide")
+    entry = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": True}
+    weights = quantized_copy(tmp_path / "wide", tmp_path / "packed", entry, symmetric, ordered=False)
     found = load_packed_model(tmp_path / "packed")
     for layer, weight in weights.items():
         packed = found.get_submodule(layer)
-        assert packed.format.name == "fp32" and torch.equal(packed.unpack(), weight)
+        assert packed.format.name == f"int{bits}_g32{'' if symmetric else '_zp'}_ordered"
+        assert torch.equal(packed.unpack(), weight)
+        assert sum(one.numel() for one in packed.parameters()) < weight.numel() * (bits + 2) / 8 + 8 * weight.shape[1]
+        model.get_submodule(layer).weight.data.copy_(weight)
+    with torch.no_grad():
+        for _ in range(2):  # the second product has panels
+            torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_sequences": 8, "max_tokens_per_step": 64}
+    with LLM(tmp_path / "packed", activations="float", **options) as llm:
+        assert sum(one.order is not None for one in llm.engine.runner._packed.groups) == len(weights)
+        assert llm.engine.runner.program is not None
+        outputs = llm.generate(make_prompts(4, VOCABULARY, 20), SamplingParams(temperature=0, max_tokens=8, logprobs=2))
+    assert_greedy(model, outputs)
+    with LLM(tmp_path / "packed", **options) as llm:
+        groups = [one.panels for one in llm.engine.runner._packed.groups if one.order is not None]
+        assert all(one.quantize_inputs == (bits < 8) for one in groups)
+        assert llm.generate([[3, 4, 5]])[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_divide_scattered_groups_by_outputs_only(first: bool) -> None:
+    layer = PackedLinear.from_linear(torch.nn.Linear(128, 64), "int4_g32_ordered")
+    half = ((0, 64),) if first else ((64, 128),)
+    with pytest.raises(ModelError, match="'int4_g32_ordered' and cannot be sharded over tp"):
+        plan_packed_part("up", layer, 1, half, "tp")
+    local, cuts = plan_packed_part("up", layer, 0, ((0, 32),) if first else ((32, 64),), "tp")
+    assert local == (32, 128) and "weight_order" not in [name for name, _, _ in cuts]
+
+
+def test_scattered_groups_of_several_sizes_are_loaded_as_floats(tmp_path: Path) -> None:
+    saved(tmp_path / "wide")
+    entry = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    quantized_copy(tmp_path / "wide", tmp_path / "packed", entry, False, ordered=False)
+    file, layer = tmp_path / "packed" / "model.safetensors", "model.layers.0.self_attn.q_proj"
+    tensors = load_file(file)
+    before = load_packed_model(tmp_path / "packed").get_submodule(layer).unpack()
+    order = tensors[f"{layer}.g_idx"]
+    place = int((order == 0).nonzero()[0])
+    order[place] = 1
+    save_file(tensors, file)
+    packed = load_packed_model(tmp_path / "packed").get_submodule(layer)
+    assert packed.format.name == "fp32"
+    others = torch.arange(64) != place
+    assert torch.equal(packed.unpack()[:, others], before[:, others])
+
+
+def test_adapters_train_on_scattered_groups(tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide")
+    entry = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    weights = quantized_copy(tmp_path / "wide", tmp_path / "packed", entry, False, ordered=False)
+    found = load_packed_model(tmp_path / "packed")
+    grads = []
+    for one in (found, model):
+        if one is model:
+            for layer, weight in weights.items():
+                model.get_submodule(layer).weight.data.copy_(weight)
+        embeddings = one.get_input_embeddings()(IDS).detach().requires_grad_()
+        one(inputs_embeds=embeddings).logits.square().sum().backward()
+        grads.append(embeddings.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5 * float(grads[1].abs().max()))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

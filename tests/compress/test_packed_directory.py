@@ -25,6 +25,7 @@ from windlass.compress.post_training import RoundingOptions, compress_directory
 from windlass.compress.rounded_model import load_rounded_model
 from windlass.inference.llm import LLM
 from windlass.inference.sampling_params import SamplingParams
+from windlass.kernels.bit_packing import pack_words
 from windlass.kernels.packed_linear import PackedLinear
 from windlass.kernels.reference.quantized_input import quantize_groups
 from windlass.kernels.weight_format import get_weight_format
@@ -55,7 +56,11 @@ def body(name: str) -> Callable[[str], str | None]:
 
 
 @pytest.mark.parametrize(
-    "name", ["int8", "fp8", "int8_g32", "int4_g32", "int4_g64_zp", "int3", "ternary", "binary_g32"]
+    "name",
+    [
+        *("int8", "fp8", "int8_g32", "int8_zp", "int7", "int6_g32_zp", "int5_g32", "int4_g32", "int4_g64_zp", "int3"),
+        *("int1_g32_zp", "ternary", "binary_g32"),
+    ],
 )
 def test_a_written_directory_has_the_rounded_numbers(name: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "wide")
@@ -74,6 +79,31 @@ def test_a_written_directory_has_the_rounded_numbers(name: str, tmp_path: Path) 
     with torch.no_grad():
         wanted = rounded(model, body(name))(IDS).logits
         torch.testing.assert_close(found(IDS).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_of_rows_are_read_from_words(dtype: torch.dtype, tmp_path: Path) -> None:
+    """compressed-tensors also writes symmetric 8 bits of a row as `pack-quantized`."""
+    model = saved(tmp_path / "wide")
+    write_packed_directory(tmp_path / "wide", tmp_path / "packed", "int8")
+    wanted = load_packed_model(tmp_path / "packed")
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        layer = name.removesuffix(".weight_scale")
+        codes = tensors.pop(f"{layer}.weight")
+        tensors[f"{layer}.weight_packed"] = pack_words((codes.to(torch.int16) + 128).to(torch.uint8), 8)
+        tensors[f"{layer}.weight_shape"] = torch.tensor(codes.shape)
+        tensors[name] = tensors[name].to(dtype)
+        module = wanted.get_submodule(layer)
+        assert isinstance(module, PackedLinear)
+        module.set_packed({"weight": codes, "weight_scale": tensors[name].float()})
+    save_file(tensors, tmp_path / "packed" / "model.safetensors")
+    path = tmp_path / "packed" / "config.json"
+    path.write_text(path.read_text().replace("int-quantized", "pack-quantized"))
+    found = load_packed_model(tmp_path / "packed")
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, wanted(IDS).logits, rtol=1e-5, atol=1e-5)
+    assert sum(isinstance(module, PackedLinear) for module in found.modules()) == 7 * model.config.num_hidden_layers
 
 
 def test_layers_of_different_formats_and_several_files(tmp_path: Path) -> None:
@@ -158,9 +188,12 @@ def answer_error(model: Any, outputs: list[Any]) -> float:
     return float(torch.cat(errors).abs().mean())
 
 
-@pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "awq"])
-def test_a_layer_without_a_scale_for_its_weights_stays_wide(method: Any, tmp_path: Path) -> None:
-    model = saved(tmp_path / "wide")
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("rtn", torch.float32), ("hqq", torch.bfloat16), ("gptq", torch.float32), ("awq", torch.float32)],
+)
+def test_a_layer_without_a_scale_for_its_weights_has_16_bits(method: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide").to(dtype)
     large, near = model.model.layers[0].mlp.up_proj, model.model.layers[1].self_attn.k_proj
     with torch.no_grad():
         large.weight[3, 5], near.weight[2, 7] = 3e6, 4e5  # int4's limit is 7.5 x float16's maximum = 491,280
@@ -169,11 +202,25 @@ def test_a_layer_without_a_scale_for_its_weights_stays_wide(method: Any, tmp_pat
     options = RoundingOptions(method)
     report, _ = compress_directory(tmp_path / "wide", tmp_path / "packed", "int4_g32", options, batches=batches)
     name = "model.layers.0.mlp.up_proj"
-    assert report.kept[name] == "int4_g32 has no scale for its largest weight, 3e+06"
+    largest = f"{float(torch.tensor(3e6, dtype=dtype)):.4g}"
+    assert report.kept[name] == f"int4_g32 has no scale for its largest weight, {largest}; it is left in bf16"
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    assert tensors[f"{name}.weight"].dtype == torch.bfloat16 and tensors["model.norm.weight"].dtype == dtype
+    entry = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert name in entry["ignore"] and report.bytes_after == sum(one.nbytes for one in tensors.values())
     assert len(report.layers) == 13 and name not in report.layers
     found = load_packed_model(tmp_path / "packed")
     kept = found.get_submodule(name)
-    assert type(kept) is torch.nn.Linear and kept.weight[3, 5] == 3e6
+    assert torch.equal(kept.weight, tensors[f"{name}.weight"]) and abs(kept.weight[3, 5].float() / 3e6 - 1) < 2**-8
+    packed = {f"{n}.weight": one.unpack() for n, one in found.named_modules() if isinstance(one, PackedLinear)}
+    twin = saved(tmp_path / "twin")
+    twin.load_state_dict({**{key: tensors[key] for key in twin.state_dict() if key in tensors}, **packed})
+    with torch.no_grad():
+        limit = 1e-4 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(found(IDS).logits.float(), twin(IDS).logits, rtol=limit, atol=limit)
+    with LLM(tmp_path / "packed", skip_tokenizer_init=True, activations="float", max_sequences=2) as llm:
+        outputs = llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True))
+    assert answer_error(twin, outputs) < limit
     assert isinstance(found.model.layers[1].self_attn.k_proj, PackedLinear) and found(IDS).logits.isfinite().all()
     with torch.no_grad():
         large.weight[3, 5] = torch.nan
@@ -182,6 +229,35 @@ def test_a_layer_without_a_scale_for_its_weights_stays_wide(method: Any, tmp_pat
         (ModelError, WeightFormatError), match=r"layer 'model\.layers\.0\.mlp\.up_proj' of .*not finite"
     ):
         write_packed_directory(tmp_path / "wide", tmp_path / "again", "int4_g32")
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_tensors_that_stay_unquantized_have_the_requested_dtype(method: Any, tmp_path: Path) -> None:
+    model = saved(tmp_path / "wide")
+    batches = [IDS.clone(), IDS.flip(1)] if method == "gptq" else []
+    found = {}
+    for dtype in (None, torch.bfloat16):
+        target = tmp_path / str(dtype)
+        options = RoundingOptions(method)
+        report, _ = compress_directory(
+            tmp_path / "wide", target, "int4_g32", options, batches=batches, wide_dtype=dtype
+        )
+        found[dtype] = load_file(target / "model.safetensors")
+        assert report.bytes_after == sum(one.nbytes for one in found[dtype].values())
+    for name, tensor in found[torch.bfloat16].items():
+        wide = found[None][name]
+        if name in model.state_dict():
+            assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, wide.to(torch.bfloat16)), name
+        else:
+            assert torch.equal(tensor, wide), "packed weights are rounded from those of the model"
+    config = json.loads((tmp_path / "torch.bfloat16" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert load_packed_model(tmp_path / "torch.bfloat16")(IDS).logits.dtype == torch.bfloat16
+    with torch.no_grad():
+        model.model.embed_tokens.weight[2, 3] = 1e5
+    model.save_pretrained(tmp_path / "wide")
+    with pytest.raises(WeightFormatError, match=r"tensor 'model.embed_tokens.weight' .* outside of the range of .*16"):
+        write_packed_directory(tmp_path / "wide", tmp_path / "no", "int4_g32", wide_dtype=torch.float16)
 
 
 def test_an_interrupted_run_continues_where_it_stopped(tmp_path: Path) -> None:
@@ -306,7 +382,7 @@ def test_directories_that_cannot_be_packed_or_loaded(tmp_path: Path) -> None:
     path = tmp_path / "packed" / "config.json"
     config = json.loads(path.read_text())
     weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
-    for change, said in (({"num_bits": 5}, "no weight format has 5 bits"), ({"group_size": 48}, "group size 48")):
+    for change, said in (({"num_bits": 9}, "no weight format has 9 bits"), ({"group_size": 48}, "group size 48")):
         path.write_text(json.dumps({**config, "quantization_config": {
             **config["quantization_config"],
             "config_groups": {"group_0": {"format": "pack-quantized", "weights": {**weights, **change}}},
@@ -349,6 +425,7 @@ def test_groups_in_activation_order_have_their_own_features(tmp_path: Path) -> N
     coded = get_weight_format("int4_g32").unpack_codes(plain.packed())
     wanted = (coded.codes.float() - 8) * coded.scale.float()[:, order]
     assert torch.equal(found.get_submodule(layer).weight, wanted) and not torch.equal(plain.weight, wanted)
+    assert found.get_submodule(layer).format.name == "int4_g32_ordered"
     assert found.get_submodule("model.layers.0.self_attn.k_proj").format.name == "int4_g32"
 
 

@@ -32,7 +32,10 @@ pytestmark = [
 
 @pytest.mark.parametrize(
     "name",
-    ["int8", "fp8", "int8_g32", "int4_g32", "int4_g32_zp", "int4", "int3_g32", "int3_zp", "int2_g32_zp", "ternary_g32"],
+    [
+        *("int8", "fp8", "int8_zp", "ternary_g32", "int4_g32_zp", "int2_zp"),
+        *(name for bits in range(1, 9) for name in (f"int{bits}", f"int{bits}_g32", f"int{bits}_g32_zp")),
+    ],
 )
 def test_compressed_tensors_reads_the_same_numbers(name: str, tmp_path: Path) -> None:
     from compressed_tensors.compressors.base import BaseCompressor
@@ -99,6 +102,40 @@ def test_a_whole_model_as_gguf(name: str, tmp_path: Path) -> None:
     query = layer.self_attn.q_proj.weight  # GGUF has the two features of a rotation side by side
     paired = query.view(heads, 2, -1, 256).transpose(1, 2).reshape(query.shape)
     assert torch.equal(found["blk.1.attn_q.weight"], paired)
+
+
+@pytest.mark.parametrize("source", ["packed", "checkpoint"])
+def test_the_command_writes_gguf(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from windlass.cli.main import main
+    from windlass.inference.llm import LLM
+
+    model = write_model(tmp_path, "int4_g32")
+    if source == "checkpoint":
+        model.load_state_dict(load_file(tmp_path / "wide" / "model.safetensors"))
+        engine = windlass.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})[0]
+        engine.save_checkpoint(str(tmp_path / "run"), tag="t")
+        (tmp_path / "run" / "config.json").write_bytes((tmp_path / "wide" / "config.json").read_bytes())
+        engine.destroy()
+    out = tmp_path / "model.gguf"
+    words = ["export", str(tmp_path / ("run" if source == "checkpoint" else "packed")), str(out), "--format", "gguf"]
+    for more, code in (([], 0), ([], 1), (["--overwrite"], 0)):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *more])
+        assert (ended.value.code or 0) == code
+    printed = capsys.readouterr()
+    assert "model.gguf exists; choose another file, or --overwrite" in printed.err
+    assert ("14 Q4_0" in printed.out) == (source == "packed") and "tensors (" in printed.out
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+    found = load_packed_model(out, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    with LLM(out, skip_tokenizer_init=True, max_sequences=2) as llm:
+        assert llm.generate([[3, 4, 5]])[0].outputs[0].token_ids
+    for bad, message in ((tmp_path / "wide", "is a directory; choose"), (out, "--dtype bf16 is for checkpoints")):
+        given = ["export", str(tmp_path / "packed"), str(bad), "--format", "gguf", "--overwrite", "--dtype", "bf16"]
+        with pytest.raises(SystemExit):
+            main(given)
+        assert message in capsys.readouterr().err
 
 
 def gguf_of(tmp_path: Path, kind: str, name: str | None) -> Any:

@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.causal_models import build
 from windlass.base.errors import ConfigError
-from windlass.compress.gptq import DAMPING
+from windlass.compress.gptq import DAMPING, ColumnOrder, gptq_codes
 from windlass.compress.input_scales import output_error
+from windlass.compress.integer_grid import clipped_grid
+from windlass.compress.packed_model import load_packed_model
 from windlass.compress.post_training import RoundingOptions, compress_directory
 from windlass.compress.sparse_pruning import SparsePattern, parse_pattern, sparsify
+from windlass.kernels.weight_format import get_weight_format
 
 
 def layer(columns: int = 32) -> tuple[Tensor, Tensor]:
@@ -105,6 +108,35 @@ def test_a_sparse_directory_loads_with_transformers(method: str, tmp_path: Path)
         assert int((weight.view(-1, 4) != 0).sum(1).max()) <= 2
 
 
+@pytest.mark.parametrize("form", ["int4_g32", "int4_g32_zp", "int3", "int8", "fp8", "ternary_g32"])
+@pytest.mark.parametrize("method", ["rtn", "hqq", "awq", "gptq"])
+def test_removed_weights_stay_zero_in_every_format(form: str, method: Any, tmp_path: Path) -> None:
+    model: Any = build("llama", hidden_size=64, intermediate_size=96)
+    model.save_pretrained(tmp_path / "wide")
+    batches = [torch.randint(0, 40, (4, 20), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    options = RoundingOptions(method, sparsity="2:4")
+    report, results = compress_directory(tmp_path / "wide", tmp_path / "sparse", form, options, batches=batches)
+    found = load_packed_model(tmp_path / "sparse")
+    dense, _ = compress_directory(tmp_path / "wide", tmp_path / "dense", form, RoundingOptions(method), batches=batches)
+    assert report.layers == dense.layers and max(one.error or 0 for one in results) < 0.6
+    for name in report.layers:
+        layer: Any = found.get_submodule(name)
+        weight = layer.unpack()
+        assert int((weight.view(-1, 4) != 0).sum(1).max()) <= 2, name
+        assert float((weight != 0).float().mean()) > 0.25, name
+
+
+def test_gptq_compensates_around_removed_weights() -> None:
+    weight, hessian = layer(128)
+    form = get_weight_format("int4_g32")
+    kept = sparsify(weight, parse_pattern("2:4"), "sparsegpt", hessian)
+    grid, codes = gptq_codes(form, kept, ColumnOrder.of(hessian), kept != 0)
+    assert not grid.values(codes)[kept == 0].any()
+    nearest = clipped_grid(form, kept, hessian.diagonal().float())
+    errors = [output_error(one - weight, hessian) for one in (grid.values(codes), nearest.values(nearest.codes(kept)))]
+    assert errors[0] < errors[1]
+
+
 def test_bad_input_is_refused_with_the_reason(tmp_path: Path) -> None:
     weight, hessian = layer(30)
     for text in ("0", "1.5", "4:2", "half"):
@@ -120,6 +152,11 @@ def test_bad_input_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sparsity_method wanda needs a calibration text"):
         options = RoundingOptions(sparsity="0.5", sparsity_method="wanda")
         compress_directory(tmp_path / "wide", tmp_path / "sparse", "fp32", options)
-    with pytest.raises(ConfigError, match="round in a second run"):
-        options = RoundingOptions("gptq", sparsity="0.5")
-        compress_directory(tmp_path / "wide", tmp_path / "sparse", "fp32", options, batches=[torch.arange(8)[None]])
+    with pytest.raises(ConfigError, match=r"format 'binary_g32' has no code for 0; choose another"):
+        options = RoundingOptions(sparsity="0.5", sparsity_method="magnitude")
+        compress_directory(tmp_path / "wide", tmp_path / "sparse", "binary_g32", options)
+    with pytest.raises(ConfigError, match=r"3:5 does not divide the 32 input features of layer 'model\.layers\.0"):
+        options = RoundingOptions(sparsity="3:5", sparsity_method="magnitude")
+        compress_directory(tmp_path / "wide", tmp_path / "sparse", "fp32", options)
+    with pytest.raises(ConfigError, match="smoothing of int8 activations needs .* give some, or leave the activations"):
+        compress_directory(tmp_path / "wide", tmp_path / "sparse", "int8", RoundingOptions("rtn", smooth=True))

@@ -30,6 +30,7 @@ if importlib.util.find_spec("peft") is None:  # an import would take seconds in 
     pytest.skip("peft is not installed", allow_module_level=True)
 
 FORMAT, STEPS, ROWS, RATE = "int4_g32", 3, 4, 0.01
+LONG, LOW = 50, 0.001  # steps; rate at which rounding errors do not grow over these steps
 OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
@@ -65,7 +66,7 @@ def trained(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in state.items() if "lora_" in name}
 
 
-def plain(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+def plain(folder: Path, steps: int = STEPS, rate: float = RATE) -> tuple[list[float], dict[str, Tensor]]:
     """Train adapters in plain PyTorch, on linear layers with the unpacked values of the packed weights."""
     from peft import LoraConfig, get_peft_model
 
@@ -83,8 +84,8 @@ def plain(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     assert model.load_state_dict(state, strict=False).unexpected_keys == []
     parameters, losses = [p for p in model.parameters() if p.requires_grad], []
     assert len(parameters) == len(state)
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, eps=1e-4, weight_decay=0.0)
-    for step in range(STEPS):
+    optimizer = torch.optim.AdamW(parameters, lr=rate, eps=1e-4, weight_decay=0.0)
+    for step in range(steps):
         loss = model(input_ids=ids(step), labels=ids(step)).loss
         loss.backward()
         optimizer.step()
@@ -93,10 +94,10 @@ def plain(folder: Path) -> tuple[list[float], dict[str, Tensor]]:
     return losses, trained(model.state_dict())
 
 
-def base_config(zero: dict[str, Any]) -> dict[str, Any]:
+def base_config(zero: dict[str, Any], rate: float = RATE) -> dict[str, Any]:
     return {
         "train_batch_size": ROWS,
-        "optimizer": {"type": "AdamW", "params": {"lr": RATE, "eps": 1e-4, "weight_decay": 0.0}},
+        "optimizer": {"type": "AdamW", "params": {"lr": rate, "eps": 1e-4, "weight_decay": 0.0}},
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
     }
@@ -114,18 +115,23 @@ def held_bytes(model: nn.Module) -> tuple[int, int]:
 
 
 def train(
-    source: str, weights: str | None, zero: dict[str, Any], parallel: dict[str, int] | None = None
+    source: str,
+    weights: str | None,
+    zero: dict[str, Any],
+    parallel: dict[str, int] | None = None,
+    steps: int = STEPS,
+    rate: float = RATE,
 ) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
-    config = {**base_config(zero), "parallel": parallel or {}}
+    config = {**base_config(zero, rate), "parallel": parallel or {}}
     readers = 1 if parallel else dist.get_world_size()
     model = windlass.from_pretrained(AutoModelForCausalLM, source, config=config, weights=weights)
     loaded = held_bytes(model)
     engine = windlass.initialize(model=adapted(model), config=config)[0]
     units = [unit for unit in engine._sharded.units if unit.dtype == torch.uint8]
     losses = []
-    for step in range(STEPS):
+    for step in range(steps):
         rows = ids(step).chunk(readers)[dist.get_rank() % readers]
         loss = engine(input_ids=rows, labels=rows).loss
         engine.backward(loss)
@@ -147,18 +153,22 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("source", "weights", "zero", "transport"),
+    ("source", "weights", "zero", "transport", "steps"),
     [
-        ("packed", None, {"stage": 3}, "shm"),
-        ("packed", None, {"stage": 3, **OFFLOADED}, "gloo"),
-        ("wide", FORMAT, {"stage": 3}, "gloo"),
+        ("packed", None, {"stage": 3}, "shm", STEPS),
+        ("packed", None, {"stage": 3, **OFFLOADED}, "gloo", STEPS),
+        ("wide", FORMAT, {"stage": 3}, "gloo", STEPS),
+        pytest.param("packed", None, {"stage": 3}, "shm", LONG, marks=pytest.mark.slow),
+        pytest.param("packed", None, {"stage": 3, **OFFLOADED}, "gloo", LONG, marks=pytest.mark.slow),
+        pytest.param("wide", FORMAT, {"stage": 3}, "gloo", LONG, marks=pytest.mark.slow),
     ],
 )
 def test_a_sharded_4_bit_base_trains_its_adapters_as_in_one_process(
-    source: str, weights: str | None, zero: dict[str, Any], transport: str, folder: Path
+    source: str, weights: str | None, zero: dict[str, Any], transport: str, steps: int, folder: Path
 ) -> None:
-    losses, state = plain(folder)
-    results = run_ranks(train, 2, str(folder / source), weights, zero, transport=transport)
+    rate = LOW if steps == LONG else RATE
+    losses, state = plain(folder, steps, rate)
+    results = run_ranks(train, 2, str(folder / source), weights, zero, None, steps, rate, transport=transport)
     assert results[0]["losses"] == pytest.approx(losses, rel=2e-5)
     assert results[0]["state"].keys() == state.keys()
     for name, value in state.items():
@@ -171,6 +181,23 @@ def test_a_sharded_4_bit_base_trains_its_adapters_as_in_one_process(
         held, whole = result["loaded"]
         assert whole == full and held <= full / 2 + 3 * layers, "1/world of the bytes while it is loaded"
         assert 2 * result["held"] == full + result["padding"], "and between steps"
+
+
+@pytest.mark.parametrize(("zero", "transport"), [({"stage": 3}, "shm"), ({"stage": 3, **OFFLOADED}, "gloo")])
+def test_packed_experts_train_as_in_one_process(zero: dict[str, Any], transport: str, tmp_path: Path) -> None:
+    """Ranks reach different experts, each of which has adapters of its own."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 41, "tie_word_embeddings": False}
+    build_causal("qwen2_moe", 2, **sizes).save_pretrained(tmp_path / "wide")
+    report = write_packed_directory(tmp_path / "wide", tmp_path / "packed", FORMAT)
+    assert any(".experts." in layer for layer in report.layers)
+    losses, state = plain(tmp_path)
+    assert any(".experts." in name for name in state)
+    results = run_ranks(train, 2, str(tmp_path / "packed"), None, zero, transport=transport)
+    assert results[0]["losses"] == pytest.approx(losses, rel=2e-5)
+    for name, value in state.items():
+        torch.testing.assert_close(results[0]["state"][name], value, rtol=1e-4, atol=1e-5)
+    for result in results:
+        assert 2 * result["held"] == result["loaded"][1] + result["padding"]
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 41}  # ranks split no quantization group of 32

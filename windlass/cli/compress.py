@@ -17,7 +17,7 @@ def compress(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="int8, fp8, int4, int3, int2, ternary, binary, with _zp for zero points, or a full name; wide: "
+            help="int8 to int1, fp8, ternary, binary, with _zp for zero points, or a full name; wide: "
             "keep the dtype. [int4; wide with --sparsity]"
         ),
     ] = None,
@@ -25,9 +25,13 @@ def compress(
         int | None, typer.Option(help="Input features with one scale: 32, 64, 128; 0: a whole row. [128 below 8 bits]")
     ] = None,
     method: Annotated[
-        Literal["auto", "rtn", "gptq", "awq", "hqq"],
-        typer.Option(help="auto: gptq with --data, else hqq; 8 bits and formats without integers: rtn."),
+        Literal["auto", "rtn", "gptq", "awq", "hqq", "lkd"],
+        typer.Option(
+            help="auto: gptq with --data, else hqq; 8 bits and formats without integers: rtn. lkd: gptq, then codes "
+            "learned block by block (ZeroQuant)."
+        ),
     ] = "auto",
+    lkd_steps: Annotated[int | None, typer.Option(help="Steps of each block with --method lkd. [200]", min=1)] = None,
     activations: Annotated[
         Literal["float", "int8"],
         typer.Option(help="int8: fold scales that take outliers out of the inputs (SmoothQuant). Needs --data."),
@@ -42,8 +46,9 @@ def compress(
     prune: Annotated[
         str | None,
         typer.Option(
-            help="Remove the least important units first, a share or a number of each: heads=0.25,groups=1,ffn=0.25,"
-            "experts=2,layers=4."
+            help="Remove the least important units first, a share or a number of each in a module: heads=0.25,"
+            "groups=1 (key heads), ffn=0.25,experts=2; layers=4 in the model. With grouped-query attention a number "
+            "of heads is that of each key head: heads=1 of 32 with 8 key heads removes 8."
         ),
     ] = None,
     importance: Annotated[
@@ -51,7 +56,8 @@ def compress(
         typer.Option(help="Importance of units. auto: activation with --data, else magnitude."),
     ] = "auto",
     sparsity: Annotated[
-        str | None, typer.Option(help="Set weights to 0: a share, e.g. 0.5, or 2:4. Weights stay unquantized.")
+        str | None,
+        typer.Option(help="Set weights to 0: a share, e.g. 0.5, or 2:4; with a format in --weights they stay 0."),
     ] = None,
     sparsity_method: Annotated[
         Literal["auto", "sparsegpt", "wanda", "magnitude"],
@@ -81,6 +87,10 @@ def compress(
     rotate: Annotated[
         bool, typer.Option("--rotate", help="Rotate hidden states (QuaRot); Llama, Mistral, Qwen2, Qwen3.")
     ] = False,
+    wide_dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option(help="Dtype of all tensors that stay unquantized: embeddings, norms, head. [that of the model]"),
+    ] = None,
     head: Annotated[bool, typer.Option("--head", help="Pack the output head too.")] = False,
     measure: Annotated[bool, typer.Option(help="Measure loss, memory and speed before and after.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Round to 2 bits and fewer without training.")] = False,
@@ -90,7 +100,7 @@ def compress(
     ] = False,
 ) -> None:
     """Compress MODEL and write it to OUT: packed weights, pruning, sparsity, distillation. The same command continues
-    an interrupted run."""
+    an interrupted run. Over ranks: windlass run --nproc 2 --module windlass compress MODEL OUT."""
     from windlass.cli.compression_settings import CompressionSettings
     from windlass.cli.compression_stages import CompressionRun
 
@@ -100,6 +110,7 @@ def compress(
         weights=weights,
         group=group,
         method=method,
+        lkd_steps=lkd_steps,
         activations=activations,
         budget=budget,
         prune=prune,
@@ -116,6 +127,7 @@ def compress(
         sequences=sequences,
         length=length,
         rotate=rotate,
+        wide_dtype=wide_dtype,
         head=head,
         measure=measure,
         force=force,

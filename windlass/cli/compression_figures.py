@@ -57,7 +57,13 @@ def format_name(weights: str, group: int | None) -> str:
 
     known = [name for name in list_weight_formats() if name not in WIDE_FORMATS.values()]
     base, zeros = (weights[:-3], "_zp") if weights.endswith("_zp") else (weights, "")
-    if "_g" in weights and group is None:
+    if "_g" in weights:
+        named = base.rpartition("_g")[2]
+        if group is not None and named != str(group):
+            raise ConfigError(
+                f"weights (--weights) is {weights!r}, with groups of {named}, and group (--group) is {group}; leave "
+                "one of them out"
+            )
         name = weights
     else:
         wide = base in ("int8", "fp8")

@@ -47,9 +47,14 @@ class LayerSize:
     nbytes: int
 
 
-def layer_sizes(directory: ModelDirectory, formats: Mapping[str, str]) -> list[LayerSize]:
+def layer_sizes(
+    directory: ModelDirectory, formats: Mapping[str, str], written: ModelDirectory | None = None
+) -> list[LayerSize]:
     """Return the size of each matrix of an unquantized model once the layers in `formats` are packed, in the order of
     layer numbers.
+
+    Args:
+        written: result, which may have other matrices in another dtype; None: they keep theirs.
     """
     found = []
     for name, place in directory.places.items():
@@ -58,7 +63,8 @@ def layer_sizes(directory: ModelDirectory, formats: Mapping[str, str]) -> list[L
             rows, columns = place.shape
             form, wide = formats.get(layer), rows * columns * place.dtype.itemsize
             parts = () if form is None else get_weight_format(form).file_form(rows, columns).values()
-            found.append(LayerSize((layer,), form, wide, sum(part.nbytes for part in parts) if parts else wide))
+            kept = wide if written is None or name not in written.places else written.places[name].nbytes
+            found.append(LayerSize((layer,), form, wide, sum(part.nbytes for part in parts) if parts else kept))
     return sorted(found, key=lambda one: [int(part) if part.isdigit() else -1 for part in one.names[0].split(".")])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,17 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def prune_lines(units: dict[str, tuple[int, int]], layers: Sequence[str], parameters: tuple[int, int]) -> list[str]:
+def prune_lines(
+    units: dict[str, tuple[int, int]],
+    layers: Sequence[str],
+    parameters: tuple[int, int],
+    of_each_key_head: Mapping[str, tuple[int, int]],
+) -> list[str]:
     """Return the lines that describe the removed units."""
     lines = [f"{kind}: {before} -> {after}" for kind, (before, after) in units.items()]
+    for place, kind in enumerate(units):
+        if kind in of_each_key_head:
+            lines[place] += f" in the model, {' -> '.join(map(str, of_each_key_head[kind]))} for each key head"
     lines += list(layers)
     lines.append(f"parameters: {parameters[0]:,} -> {parameters[1]:,}")
     return lines

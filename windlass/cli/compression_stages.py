@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from windlass.base.atomic_file import replace_directory
 from windlass.base.errors import ConfigError
@@ -29,21 +31,27 @@ from windlass.cli.compression_figures import (
 )
 from windlass.cli.compression_picture import LayerSize, layer_sizes
 from windlass.cli.compression_report import CompressionReport, choice_lines, prune_lines
-from windlass.cli.compression_settings import WIDE, CompressionSettings
+from windlass.cli.compression_settings import LKD, WIDE, CompressionSettings
 from windlass.cli.model_run import RunFigures
+from windlass.comm.bootstrap import init_distributed
+from windlass.comm.rank_group import RankGroup, world_group
 from windlass.compress.budget_choice import BudgetChoice
 from windlass.compress.calibration_text import CalibrationText, longest_sequence, read_calibration_text
 from windlass.compress.compression_workspace import CompressionWorkspace
 from windlass.compress.format_rounding import pack_values
 from windlass.compress.gguf_model import is_gguf_file
+from windlass.compress.layer_distillation import LayerDistillationOptions
+from windlass.compress.layer_distillation import distil_directory as learn_directory
 from windlass.compress.linear_directory import as_linear_directory
-from windlass.compress.model_directory import ModelDirectory
+from windlass.compress.model_directory import ModelDirectory, build_empty
 from windlass.compress.packed_directory import WIDE_FORMATS, PackedReport, source_state, write_packed_directory
 from windlass.compress.partial_directory import check_target
 from windlass.compress.post_training import LayerResult, RoundingOptions, compress_directory, fingerprint_tokens
 from windlass.compress.prune_directory import prune_directory
+from windlass.compress.prune_model import features_after
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.rotation import RotatedDirectory
+from windlass.compress.sparse_pruning import check_pattern, parse_pattern
 from windlass.compress.unpacked_gguf import write_unpacked
 from windlass.data.pack_corpus import pack_corpus
 from windlass.kernels.weight_format import PackedWeight, WeightFormat
@@ -64,9 +72,15 @@ class CompressionRun:
         self._layers: list[LayerSize] = []
         self._pruned: list[str] = []
         self._notes: list[str] = []
+        self._group: RankGroup | None = None  # ranks that round together; None: this process alone
 
     def run(self) -> None:
-        """Write the directory, and print and write the report."""
+        """Write the directory, and print and write the report. On several ranks, the first one does so, and the others
+        share its work of rounding."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            init_distributed()
+            self._group = world_group()
+            self._settings.check_ranks(self._group.size)
         unpacked = self._unpack_source()
         settings = self._settings
         self._directory = ModelDirectory(settings.source)
@@ -82,7 +96,11 @@ class CompressionRun:
             )
         if settings.distill is not None:
             check_teacher_directory(settings.distill, settings.source)
+        self._check_layers()
         text = self._read_text()
+        if self._group is not None and self._group.index:
+            self._round(settings.source, text, None, settings.out)
+            return
         choice: BudgetChoice | None = None
         with closing(CompressionWorkspace(settings.out, self._fingerprint(text))) as work:
             source = self._prune(work, text) if settings.shares else settings.source
@@ -95,9 +113,35 @@ class CompressionRun:
                 after = self._round(source, text, None, settings.out)
             self.is_complete = True
             work.remove()
+        if settings.measure:
+            self._leave_ranks()
         self._report(after, text, choice)
         if unpacked is not None:
             shutil.rmtree(unpacked)
+
+    def _leave_ranks(self) -> None:
+        """Make this process one without ranks, so that it and its children measure models alone."""
+        if self._group is not None:
+            dist.destroy_process_group()
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                os.environ.pop(name, None)
+
+    def _check_layers(self) -> None:
+        """Refuse options that do not fit the model's layers, before anything is computed."""
+        settings = self._settings
+        if settings.rotate:
+            self._matrices(settings.source)
+        if settings.sparsity is None or not parse_pattern(settings.sparsity).of:
+            return
+        directory = as_linear_directory(self._directory, trust_remote_code=settings.trust_remote_code)
+        model = build_empty(directory, trust_remote_code=settings.trust_remote_code)
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        features = {
+            name: count
+            for name, count in features_after(model, settings.shares).items()
+            if settings.head or model.get_submodule(name) is not head
+        }
+        check_pattern(parse_pattern(settings.sparsity), features)
 
     def _unpack_source(self) -> Path | None:
         """Unpack a GGUF source to a directory that the stages read instead, and return the directory; None: the source
@@ -159,7 +203,7 @@ class CompressionRun:
                 trust_remote_code=settings.trust_remote_code,
             )
             parameters = (report.parameters_before, report.parameters_after)
-            self._pruned = prune_lines(report.units, report.layers, parameters)
+            self._pruned = prune_lines(report.units, report.layers, parameters, report.of_each_key_head)
 
         found = work.directory("pruned", write)
         self._pruned = work.value("pruned", lambda: self._pruned)
@@ -283,7 +327,7 @@ class CompressionRun:
             names, formats = [settings.format], settings.format
         elif settings.sparsity is not None:
             directory = ModelDirectory(source)
-            names, formats = [WIDE], partial(_wide_format, directory, settings.head)
+            names, formats = [WIDE], partial(_wide_format, directory, settings.head, settings.wide_torch_dtype)
         else:
             self._layers = layer_sizes(ModelDirectory(source), {})
             replace_directory(source, settings.out.resolve())
@@ -297,12 +341,14 @@ class CompressionRun:
         else:
             how, report, results = self._round_by_method(source, text, names, formats, target)
         self.progress.end()
+        if self._group is not None and self._group.index:
+            return report.bytes_after
         what = names[0] if len(names) == 1 else f"{len(names)} formats"
         layers = plural(len(report.layers), "layer")
         print_escaped(f"{settings.out}: {layers} as {what} by {how}, in {self.progress.seconds:.0f} s")
         directory = self._matrices(source)
         self._print_layers(directory, report, results, names)
-        self._layers = layer_sizes(directory, report.layers)
+        self._layers = layer_sizes(directory, report.layers, ModelDirectory(target))
         return report.bytes_after
 
     def _pack_trained(self, source: Path, target: Path) -> tuple[str, PackedReport, list[LayerResult]]:
@@ -318,6 +364,8 @@ class CompressionRun:
             settings.format,
             pack=pack,
             method={"trained": True},
+            wide_dtype=settings.wide_torch_dtype,
+            experts=False,  # the training rounds linear layers only
             head=settings.head,
             overwrite=settings.overwrite,
             trust_remote_code=settings.trust_remote_code,
@@ -333,7 +381,11 @@ class CompressionRun:
         target: Path,
     ) -> tuple[str, PackedReport, list[LayerResult]]:
         settings, has_text = self._settings, text is not None
-        method = choose_method(settings.method, names[0], has_text=has_text) if settings.sparsity is None else "rtn"
+        is_rounded = names != [WIDE]
+        method = choose_method(settings.method, names[0], has_text=has_text) if is_rounded else "rtn"
+        if method == LKD:
+            assert text is not None
+            return self._learn_codes(source, text, formats, target)
         if settings.limits is not None and settings.method == "auto":
             method = "gptq" if any(not name.startswith("int8") for name in names) else method
         sparsity_method = settings.sparsity_method
@@ -354,10 +406,39 @@ class CompressionRun:
             batches=text.batches if text is not None and options.needs_text else (),
             head=settings.head,
             overwrite=settings.overwrite,
+            progress=self.progress if self._group is None or not self._group.index else _ignore,
+            trust_remote_code=settings.trust_remote_code,
+            group=self._group,
+            wide_dtype=settings.wide_torch_dtype,
+        )
+        sparse = "" if settings.sparsity is None else f"{sparsity_method}, {settings.sparsity}"
+        return f"{sparse}, then {method}" if sparse and is_rounded else sparse or method, report, results
+
+    def _learn_codes(
+        self, source: Path, text: CalibrationText, formats: str | Callable[[str], str | None], target: Path
+    ) -> tuple[str, PackedReport, list[LayerResult]]:
+        settings = self._settings
+        report, blocks = learn_directory(
+            source,
+            target,
+            formats,
+            None,
+            LayerDistillationOptions(**({} if settings.lkd_steps is None else {"steps": settings.lkd_steps})),
+            batches=text.batches,
+            head=settings.head,
+            overwrite=settings.overwrite,
             progress=self.progress,
             trust_remote_code=settings.trust_remote_code,
+            wide_dtype=settings.wide_torch_dtype,
         )
-        return method if settings.sparsity is None else f"{sparsity_method}, {settings.sparsity}", report, results
+        if blocks:
+            before, after = (100 * sum(values) / len(blocks) for values in (
+                [block.before for block in blocks], [block.after for block in blocks]
+            ))  # fmt: skip
+            note = f"learned codes of {plural(len(blocks), 'block')}: mean error {before:.3g} % -> {after:.3g} %"
+            self._notes.append(note)
+            print_escaped(f"  {note}")
+        return LKD, report, []
 
     def _print_layers(
         self, directory: ModelDirectory, report: PackedReport, results: list[LayerResult], names: list[str]
@@ -371,7 +452,7 @@ class CompressionRun:
         worst = max((one for one in results if one.error is not None), key=lambda one: one.error or 0.0, default=None)
         if worst is not None:
             print_escaped(f"  largest error of a layer's outputs: {100 * (worst.error or 0):.2f} % in {worst.name}")
-        if self._settings.sparsity is None:
+        if self._settings.sparsity is None or self._settings.format is not None:
             ratio = report.packed_before / max(report.packed_after, 1)
             print_escaped(f"  packed weights: {ratio:.2f}x smaller than float32")
 
@@ -398,8 +479,13 @@ class CompressionRun:
         report.write(settings.out)
 
 
-def _wide_format(directory: ModelDirectory, head: bool, layer: str) -> str | None:
-    """Return the format that keeps the stored dtype of a layer; None for the output head unless `head` is set."""
+def _ignore(done: int, total: int) -> None:
+    """Show no progress."""
+
+
+def _wide_format(directory: ModelDirectory, head: bool, dtype: torch.dtype | None, layer: str) -> str | None:
+    """Return the format of a dtype, or without one that of the layer's stored dtype; None for the output head unless
+    `head` is set."""
     if not head and layer.rpartition(".")[2] in ("lm_head", "embed_out"):
         return None
-    return WIDE_FORMATS.get(directory.places[f"{layer}.weight"].dtype, "fp32")
+    return WIDE_FORMATS.get(dtype or directory.places[f"{layer}.weight"].dtype, "fp32")

@@ -69,8 +69,11 @@ class InputStatistics:
         group.all_reduce(self.largest, dist.ReduceOp.MAX)
         rows = group.all_reduce(torch.tensor([self.rows]))
         self.rows = int(rows)
-        # remove differences in the last bits that come from the order of the sum over ranks
+
+    def drop_last_bits(self) -> None:
+        """Remove differences in the last bits that come from the order of the sums over batches and ranks."""
         self.hessian = self.hessian.float().double()
+        self.total = self.total.float().double()
 
     @property
     def mean(self) -> Tensor:
@@ -239,9 +242,10 @@ class CalibratedBlock:
         finally:
             for handle in handles:
                 handle.remove()
-        if self.group is not None:
-            for one in found.values():
+        for one in found.values():
+            if self.group is not None:
                 one.reduce(self.group)
+            one.drop_last_bits()
         return found
 
     def linear(self, name: str) -> nn.Linear:
@@ -281,6 +285,7 @@ class BlockCalibration:
         self.model = build_empty(self.directory, trust_remote_code=self.trust_remote_code).eval()
         self.prefix = find_blocks(self.model)
         self._names = CheckpointNames(self.model, self.directory.places)
+        self._names.split_experts()
         users: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             users.setdefault(id(parameter), []).append(name)

@@ -113,7 +113,8 @@ def choose_for_budget(
     """Choose a weight format, or none, for each linear layer of a model; see [Note: checked budget].
 
     Args:
-        model: model of the directory, in memory in float32.
+        model: model of the directory, in memory in float32. Its stacked experts become separate layers; see [Note:
+            split experts].
         batches: token ids `[rows, length]` of the calibration text.
         bits_per_nat: factor from nats per token to bits per byte.
         formats: names of the formats to choose from.
@@ -133,9 +134,11 @@ def choose_for_budget(
     """
     rows = sample_tokens(model, batches)
     bits_before = mean_nats(model, rows) * bits_per_nat
+    checkpoint = CheckpointNames(model, directory.places)
+    checkpoint.split_experts()
+    names = checkpoint.source_of
     meter = SensitivityMeter(model, rows, head=head)
     meter.limit_time(len(formats), seconds)
-    names = CheckpointNames(model, directory.places).source_of
     shared = shared_parameters(model)  # they stay unquantized, even if the files store a copy for each layer
 
     def can_be_packed(name: str) -> bool:

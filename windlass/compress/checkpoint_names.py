@@ -8,7 +8,7 @@ class to a directory, one tensor of the model at a time.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from windlass.base.errors import ModelError
+from windlass.compress.split_experts import SplitExperts, can_split, split_name, stacked_names
 
 ReadTensor = Callable[[str], torch.Tensor]
 
@@ -72,8 +73,37 @@ class CheckpointNames:
     def module_of(self, layer: str) -> str | None:
         """Return the model's name of a layer, given the layer's name in the files; None if the layer's weight is not a
         single tensor of the model."""
+        if f"{layer}.weight" in self.renamed:
+            return self.renamed[f"{layer}.weight"].removesuffix(".weight")
         name, pattern = self._rules.rename(f"{layer}.weight")
         return name.removesuffix(".weight") if pattern is None and name.endswith(".weight") else None
+
+    def split_experts(self, layers: Collection[str] | None = None) -> None:
+        """Replace stacked experts of the model by linear layers for each tensor of the files; see [Note: split
+        experts].
+
+        Args:
+            layers: names in the files; only modules that contain one of these layers are replaced. None: all that can
+                be replaced.
+        """
+        for module_name, module in list(self._model.named_modules()):
+            entries = [self.converted.get(name) for name in stacked_names(module_name)]
+            if None in entries or not can_split(module):
+                continue
+            found = {
+                source: split_name(entry.name, source, pattern, entry.converter)
+                for entry in entries
+                if entry is not None
+                for source, pattern in zip(entry.sources, entry.patterns, strict=True)
+            }
+            wanted = layers is None or any(source.removesuffix(".weight") in layers for source in found)
+            if not wanted or None in found.values() or len(set(found.values())) < len(found):
+                continue
+            self._model.set_submodule(module_name, SplitExperts(module))
+            for name in stacked_names(module_name):
+                del self.converted[name]
+            self.renamed |= {source: name for source, name in found.items() if name is not None}
+        self.source_of = {name: source for source, name in self.renamed.items()}
 
     def convert(self, entry: ConvertedTensors, read: ReadTensor) -> dict[str, torch.Tensor]:
         """Return the tensors of the model that an entry of `converted` becomes.

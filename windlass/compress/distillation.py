@@ -13,6 +13,7 @@ micro-batches: `run_ahead` runs it on all micro-batches of a step before the fir
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -411,19 +412,68 @@ def check_vocabularies(student: nn.Module, teacher: nn.Module) -> None:
 
 
 def check_tokenizers(student: Any, teacher: Any) -> None:
-    """Check that two tokenizers, of the packages transformers or tokenizers, assign the same ids.
+    """Check that two tokenizers, of the packages transformers or tokenizers, assign the same ids to a text.
+
+    Vocabularies, rules that join or choose tokens, normalizers, pre-tokenizers and added tokens are compared; decoders,
+    padding, truncation, and special tokens around a text are not. Python tokenizers of transformers have only a
+    vocabulary to compare.
 
     Raises:
-        ConfigError: the ids differ; the message names a token.
+        ConfigError: the ids differ; the message names a token or a part.
     """
     own, other = (dict(one.get_vocab()) for one in (student, teacher))
-    if own == other:
-        return
-    token = min({*own, *other}, key=lambda one: (own.get(one) == other.get(one), one))
+    if own != other:
+        token = min({*own, *other}, key=lambda one: (own.get(one) == other.get(one), one))
+        reason = f"token {token!r} has id {own.get(token)} in the model's and {other.get(token)} in the teacher's"
+    else:
+        mine, theirs = (_encoding_parts(one) for one in (student, teacher))
+        if mine is None or theirs is None or mine == theirs:
+            return
+        part = next(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
+        difference = _first_difference(mine.get(part), theirs.get(part))
+        reason = f"the vocabularies are equal, but {part} differs: {difference}"
     raise ConfigError(
-        f"the teacher has another tokenizer: token {token!r} has id {own.get(token)} in the model's and "
-        f"{other.get(token)} in the teacher's; use a teacher that was trained with the model's tokenizer"
+        f"the teacher has another tokenizer: {reason}; use a teacher that was trained with the model's tokenizer"
     )
+
+
+def _encoding_parts(tokenizer: Any) -> dict[str, Any] | None:
+    """Return the parts of a tokenizer that determine the ids of a text, as JSON data; None for a tokenizer that is not
+    of the package tokenizers."""
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not hasattr(backend, "to_str"):
+        return None
+    found = json.loads(backend.to_str())
+    model = {name: value for name, value in found["model"].items() if value not in (None, "", False)}
+    added = {
+        token["content"]: {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        for token in found["added_tokens"]
+    }
+    return {
+        **{f"model.{name}": value for name, value in model.items()},
+        "normalizer": found["normalizer"],
+        "pre_tokenizer": _without_offsets(found["pre_tokenizer"]),
+        "added_tokens": added,
+    }
+
+
+def _without_offsets(value: Any) -> Any:
+    """Return JSON data without the entries that change only the offsets of tokens in the text."""
+    if isinstance(value, dict):
+        return {name: _without_offsets(one) for name, one in value.items() if name != "trim_offsets"}
+    return [_without_offsets(one) for one in value] if isinstance(value, list) else value
+
+
+def _first_difference(one: Any, other: Any) -> str:
+    """Return the first difference of two parts of tokenizers as text."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        key = next(key for key in sorted({*one, *other}) if one.get(key) != other.get(key))
+        return f"{key} is {one.get(key)!r} in the model's and {other.get(key)!r} in the teacher's"
+    if isinstance(one, list) and isinstance(other, list):
+        place = next((p for p, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        mine, theirs = (value[place] if place < len(value) else None for value in (one, other))
+        return f"entry {place} is {mine!r} in the model's and {theirs!r} in the teacher's"
+    return f"{one!r} in the model's and {other!r} in the teacher's"
 
 
 def block_names(model: nn.Module, whose: str = "model") -> list[str]:

@@ -44,7 +44,9 @@ class ColumnOrder:
         return cls(diagonal.to(torch.float32), order, inverse_factor(hessian[order][:, order], damping))
 
 
-def gptq_codes(form: WeightFormat, weight: Tensor, columns: ColumnOrder) -> tuple[IntegerGrid, Tensor]:
+def gptq_codes(
+    form: WeightFormat, weight: Tensor, columns: ColumnOrder, stays: Tensor | None = None
+) -> tuple[IntegerGrid, Tensor]:
     """Return a grid and the codes of a matrix, by Frantar et al. 2022 (https://arxiv.org/abs/2210.17323).
 
     The grid is chosen first, with the clipping range that `clipped_grid` finds. So groups consist of neighbouring
@@ -53,6 +55,7 @@ def gptq_codes(form: WeightFormat, weight: Tensor, columns: ColumnOrder) -> tupl
     Args:
         weight: float32 `[rows, columns]`.
         columns: order that was computed from the layer's inputs. A column with only zero inputs is rounded to nearest.
+        stays: False where a weight is and stays 0, bool `[rows, columns]`; None: no weight does.
 
     Returns:
         The grid, and float32 codes `[rows, columns]`.
@@ -64,6 +67,7 @@ def gptq_codes(form: WeightFormat, weight: Tensor, columns: ColumnOrder) -> tupl
     zero = grid.spread(grid.zero, count).t()[order]
     left = weight.t()[order]
     codes = torch.empty_like(left)
+    removed = None if stays is None else ~stays.t()[order]
     diagonal = factor.diagonal().tolist()
     for start in range(0, count, _BLOCK):
         stop = min(start + _BLOCK, count)
@@ -71,6 +75,8 @@ def gptq_codes(form: WeightFormat, weight: Tensor, columns: ColumnOrder) -> tupl
         for place in range(stop - start):
             column = start + place
             here = grid.column_codes(block[place], scale[column], zero[column])
+            if removed is not None:
+                here = torch.where(removed[column], zero[column], here)
             torch.sub(here, zero[column], out=errors[place])
             torch.addcmul(block[place], errors[place], scale[column], value=-1, out=errors[place])
             errors[place] /= diagonal[column]

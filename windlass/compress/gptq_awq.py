@@ -18,6 +18,7 @@ from windlass.base.log import logger
 from windlass.compress.model_directory import ModelDirectory
 from windlass.kernels.bit_packing import unpack_words
 from windlass.kernels.coded_formats import SCALE_DTYPE, CodedWeightFormat, GroupCodes, fits_scale_dtype
+from windlass.kernels.ordered_formats import OrderedWeightFormat, sorts
 from windlass.kernels.weight_format import PackedWeight, get_weight_format, list_weight_formats
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output feature in each nibble of a packed word, lowest nibble first
@@ -34,8 +35,9 @@ def read_packed_layer(
 ) -> tuple[str, PackedWeight, set[str]]:
     """Return the format of a layer, its packed tensors, and the names of its tensors in the files.
 
-    A layer whose features are ordered by activation (`desc_act`), so that its groups are scattered, or whose scales are
-    outside of the range of float16, has no packed form: it is returned as float32, with the same values.
+    A layer whose features are ordered by activation (`desc_act`), so that its groups are scattered, has a format of
+    [Note: ordered features]. A layer whose groups have other sizes than `group_size`, or whose scales are outside of
+    the range of float16, has no packed form: it is returned as float32, with the same values.
 
     Args:
         entry: `quantization_config`.
@@ -77,8 +79,10 @@ def read_packed_layer(
     group = None if size in (-1, None) or groups == 1 else int(size)
     straight = torch.arange(columns) // (group or columns)
     is_scattered = order is not None and not torch.equal(order.to(torch.int64), straight)
-    if is_scattered or not (fits_scale_dtype(scales) or (bits, group) == (8, None)):
-        reason = "groups of scattered features (desc_act)" if is_scattered else f"scales outside of {SCALE_DTYPE}"
+    is_sorted = order is not None and group is not None and sorts(order.to(torch.int64), group)
+    if is_scattered and not is_sorted or not (fits_scale_dtype(scales) or (bits, group) == (8, None)):
+        has_sizes = is_scattered and not is_sorted
+        reason = "groups of several sizes (desc_act)" if has_sizes else f"scales outside of {SCALE_DTYPE}"
         logger.warning("layer %s has %s, and is held in float32", layer, reason)
         places = straight if order is None else order.to(torch.int64)
         wide = (codes.float() - zeros.float()[:, places]) * scales.float()[:, places]
@@ -94,7 +98,12 @@ def read_packed_layer(
             f"layer {layer!r} has {bits} bits in groups of {size}, {'symmetric' if symmetric else 'with zero points'}; "
             "windlass has groups of 32, 64 and 128 features, or rows"
         )
-    return name, form.pack_codes(GroupCodes(codes, scales, None if symmetric else zeros)), set(names.values())
+    coded = GroupCodes(codes, scales, None if symmetric else zeros)
+    if is_scattered:
+        assert order is not None
+        ordered = OrderedWeightFormat(form)
+        return ordered.name, ordered.pack_codes(coded, order.to(torch.int64)), set(names.values())
+    return name, form.pack_codes(coded), set(names.values())
 
 
 def _layer_settings(entry: Mapping[str, Any], layer: str) -> Mapping[str, Any]:

@@ -96,7 +96,7 @@ class _Ranges:
             return
         if not isinstance(form, IntegerWeightFormat):
             raise WeightFormatError(
-                f"format {form.name!r} has no grid of integers; choose int8, int4, int3, int2 or a group of them"
+                f"format {form.name!r} has no grid of integers; choose int1 to int8 or a group of them"
             )
         self.groups, _ = form.group_weights(weight)  # [rows, groups, features]
         if form.has_zeros:
@@ -118,7 +118,7 @@ class _Ranges:
             scale = ((high - low) / top).to(SCALE_DTYPE).float()
             zero = (-low / _divisor(scale)).round_().clamp_(0, top)
         else:
-            scale = (self._high / (top / 2) * clip).to(SCALE_DTYPE).float()
+            scale = (self._high / form.steps * clip).to(SCALE_DTYPE).float()
             zero = torch.full_like(scale, form.zero)
         if not bool(torch.isfinite(scale).all()):
             raise WeightFormatError(f"format {form.name!r} has a scale outside of the range of {SCALE_DTYPE}")

@@ -141,7 +141,9 @@ def distil_directory(
     batches: Sequence[Tensor] = (),
     head: bool = False,
     overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     trust_remote_code: bool = False,
+    wide_dtype: torch.dtype | None = None,
 ) -> tuple[PackedReport, list[BlockResult]]:
     """Write the model of `source` with packed linear layers, whose codes are learned, to `target`.
 
@@ -151,7 +153,7 @@ def distil_directory(
 
     Args:
         options: rounding that gives the initial codes; None: GPTQ without input scales.
-        formats, batches, head, overwrite: as for `compress_directory`.
+        formats, batches, head, overwrite, progress, wide_dtype: as for `compress_directory`.
 
     Returns:
         Sizes, and the loss of each block that this call rounded.
@@ -166,13 +168,13 @@ def distil_directory(
         raise ConfigError("layer-by-layer distillation needs a calibration text; give some, or use method hqq")
     check_batches(batches)
     folds = start.smooth or start.rotate or start.method == "awq" or (start.method == "gptq" and start.input_scales)
-    if folds or not start.needs_text:
+    if folds or not start.needs_text or start.sparsity is not None:
         raise ConfigError(
             f"layer-by-layer distillation begins with gptq without input_scales, not with {asdict(start)}; pass "
             'RoundingOptions("gptq", input_scales=False)'
         )
     directory = as_linear_directory(ModelDirectory(source), trust_remote_code=trust_remote_code)
-    producer = LayerDistillation(directory, start, batches, trust_remote_code=trust_remote_code, distillation=chosen)
+    producer = LayerDistillation(directory, start, batches, progress, trust_remote_code, distillation=chosen)
     learning = {f"lkd_{name}": value for name, value in asdict(chosen).items()}
     method = {**asdict(start), **learning, "text": [fingerprint_tokens(batch) for batch in batches]}
     report = write_packed_directory(
@@ -184,6 +186,7 @@ def distil_directory(
         head=head,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
+        wide_dtype=wide_dtype,
     )
     return report, producer.blocks
 

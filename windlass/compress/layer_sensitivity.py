@@ -20,6 +20,7 @@ from windlass.base.log import logger
 from windlass.compress.integer_grid import IntegerGrid, clipped_grid, is_integer_format
 from windlass.compress.layer_importance import find_layer_list
 from windlass.compress.model_directory import shared_parameters
+from windlass.compress.split_experts import SplitExperts
 from windlass.kernels.weight_format import get_weight_format
 
 _LEAST_TOKENS, _MOST_TOKENS = 64, 2048
@@ -32,15 +33,18 @@ _CLIP_STRIDE = 5  # stride of the clip search; coarse, to compare formats only: 
 
 @dataclass(frozen=True)
 class InputGroup:
-    """Linear layers that receive the same input tensor.
+    """Linear layers that receive the same input tensor, or the layers of all experts of a module with inputs of one
+    kind.
 
     Attributes:
         names: names of the layers.
         block: number of the block that contains the layers; -1: no block does, and a measurement runs the full model.
+        share: share of the layers that one token passes; below 1 for experts.
     """
 
     names: tuple[str, ...]
     block: int
+    share: float = 1.0
 
 
 def rounded_weight(weight: Tensor, name: str, grid: IntegerGrid | None = None) -> Tensor:
@@ -84,6 +88,25 @@ def _first_tokens(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
                 kept.append(row[None, : max(min(len(row), tokens), 2)])
                 tokens -= len(row)
     return kept
+
+
+def join_experts(model: Any, groups: Sequence[InputGroup]) -> list[InputGroup]:
+    """Return groups in which all experts of a module have one format for their gate and up layers, and one for their
+    down layers. One measurement for each expert would take too long, and other programs need equal formats."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    chosen = getattr(text, "num_experts_per_tok", None)
+    modules = {name: one for name, one in model.named_modules() if isinstance(one, SplitExperts)}
+    joined: dict[object, list[str]] = {}
+    shares: dict[object, float] = {}
+    for group in groups:
+        owner = next((name for name in modules if group.names[0].startswith(f"{name}.")), None)
+        key: object = group if owner is None else (owner, group.names[0].endswith("down_proj"))
+        joined.setdefault(key, []).extend(group.names)
+        if owner is not None and isinstance(chosen, int):
+            shares[key] = min(chosen / modules[owner].num_experts, 1.0)
+    blocks = {name: group.block for group in groups for name in group.names}
+    return [InputGroup(tuple(names), blocks[names[0]], shares.get(key, 1.0)) for key, names in joined.items()]
 
 
 class SensitivityMeter:
@@ -157,7 +180,8 @@ class SensitivityMeter:
                 known.append(name)
         # a layer that no token reached is a separate group
         lists = [names for _, names in found] + [[name] for name in self._linear if name not in seen]
-        return [InputGroup(tuple(names), self._block_of(names[0])) for names in lists]
+        groups = [InputGroup(tuple(names), self._block_of(names[0])) for names in lists]
+        return join_experts(self.model, groups)
 
     def _block_of(self, name: str) -> int:
         rest = name.removeprefix(f"{self._prefix}.")

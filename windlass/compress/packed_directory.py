@@ -79,13 +79,15 @@ def write_packed_directory(
     trust_remote_code: bool = False,
     group: RankGroup | None = None,
     rounds_inputs: bool = False,
+    experts: bool = True,
+    wide_dtype: torch.dtype | None = None,
 ) -> PackedReport:
     """Write the model of `source` with packed linear layers to the directory `target`, which appears complete or not at
     all. After an interruption, a call with the same arguments continues at the first incomplete layer.
 
     Memory: the largest tensor, its packed form, and the temporary memory of the rounding. Tokenizer and other small
-    files are copied. A layer whose format has no scale for its largest weight stays unquantized, and
-    `PackedReport.kept` has the reason.
+    files are copied. A layer whose format has no scale for its largest weight is written as bfloat16, or as float16 if
+    the source has it so, and `PackedReport.kept` has the reason.
 
     Args:
         formats: format of all linear layers; or a function that gets a layer's name in the files and returns its
@@ -100,6 +102,8 @@ def write_packed_directory(
         group: ranks that make the same call; `produce` is called on each rank, and the first rank writes.
         rounds_inputs: the written configuration sets int8 inputs for all layers with weights of 8-bit integers, not
             only for the format `int8`.
+        experts: pack the matrices of experts that the model joins in stacked tensors; see [Note: split experts].
+        wide_dtype: dtype of all floating-point tensors that stay unquantized; None: that of the source.
 
     Raises:
         ModelError: the source is not a model, is packed already or has no layer to pack, or the target exists or
@@ -112,16 +116,17 @@ def write_packed_directory(
     directory = as_linear_directory(directory, trust_remote_code=trust_remote_code)
     check_target(to, [directory.path], overwrite=overwrite)
     model = build_empty(directory, trust_remote_code=trust_remote_code)
-    layers, kept, renamed = _choose(directory, model, formats, head)
+    layers, kept, renamed = _choose(directory, model, formats, head, experts)
     too_large = _find_too_large(directory, layers) if group is None or not group.index else {}
     if group is not None:
         too_large = group.broadcast_object(too_large)
     kept |= too_large
-    layers = {layer: name for layer, name in layers.items() if layer not in too_large}
-    if not layers:
+    packed = {layer: name for layer, name in layers.items() if layer not in too_large}
+    if not packed:
         raise ModelError(f"{directory.path} has no linear layer to be packed: {kept or 'there is none'}")
-    forms = _file_forms(directory, layers)
-    is_packed = any(name not in WIDE_FORMATS.values() for name in layers.values())
+    layers = {**packed, **{layer: _half_format(directory, layer, wide_dtype) for layer in too_large}}
+    forms = _file_forms(directory, layers, wide_dtype)
+    is_packed = any(name not in WIDE_FORMATS.values() for name in packed.values())
     if directory.has_linear_layers and not is_packed:
         raise ModelError(
             f"{directory.path} has Conv1D layers, which are written as linear ones only with packed weights; choose a "
@@ -135,19 +140,22 @@ def write_packed_directory(
         for _ in (produce or _LayerProducer(directory, pack or _round))(layers, followed):
             pass
         group.barrier()
-        return _report(directory, layers, kept, forms)
+        return _report(directory, packed, kept, forms)
     with open_partial_directory(to, forms, plan, file_bytes) as partial:
         if group is not None:
             group.broadcast_object(set(partial.done))
         for name, tensors in (produce or _LayerProducer(directory, pack or _round))(layers, partial):
-            partial.write(name, tensors)
+            partial.write(name, _cast_tensors(name, tensors, forms[name]))
             del tensors
-        features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in layers}
+        features = {layer: directory.places[f"{layer}.weight"].shape[1] for layer in packed}
         config = dict(directory.config)
+        if wide_dtype is not None:
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(wide_dtype).removeprefix("torch.")
         if is_packed:
             ignored = sorted({*kept, *(renamed[name] for name in kept if name in renamed)})
             entry = describe_formats(
-                layers,
+                packed,
                 features,
                 ignored,
                 renamed,
@@ -158,21 +166,28 @@ def write_packed_directory(
         partial.finish(config, companion_files(directory.path))
     if group is not None:
         group.barrier()
-    return _report(directory, layers, kept, forms)
+    return _report(directory, packed, kept, forms)
 
 
 def _choose(
-    directory: ModelDirectory, model: torch.nn.Module, formats: str | Callable[[str], str | None], head: bool
+    directory: ModelDirectory,
+    model: torch.nn.Module,
+    formats: str | Callable[[str], str | None],
+    head: bool,
+    experts: bool,
 ) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Return three dicts, by the names of layers in the files: the format of each layer to be packed; the reason for
-    which each other linear layer stays unquantized (by its name in the model if the files have no separate tensor of
-    its weight); and the name in the model of each layer whose name in the files differs.
+    which each other matrix except embeddings stays unquantized (by its name in the model if the files have no separate
+    tensor of a linear layer's weight); and the name in the model of each layer whose name in the files differs.
     """
     layers: dict[str, str] = {}
     kept: dict[str, str] = {}
     renamed: dict[str, str] = {}
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    sources = CheckpointNames(model, directory.places).source_of
+    names = CheckpointNames(model, directory.places)
+    if experts:
+        names.split_experts()
+    sources = names.source_of
     shared = shared_parameters(model)
     for module_name, module in linear_layers(model).items():
         source = sources.get(f"{module_name}.weight")
@@ -197,7 +212,25 @@ def _choose(
                     f"windlass.LLM(..., weights={chosen!r})"
                 )
             layers[name] = chosen
+    known = {*layers, *kept, *renamed.values()}
+    others = _other_matrices(directory, model, names)
+    kept |= {name: reason for name, reason in others.items() if name not in known}
     return layers, kept, renamed
+
+
+def _other_matrices(directory: ModelDirectory, model: torch.nn.Module, names: CheckpointNames) -> dict[str, str]:
+    """Return the reason for which each matrix in the files that is neither an embedding nor the weight of a linear
+    layer stays unquantized."""
+    found = {}
+    for entry in names.converted.values():
+        for source in entry.sources:
+            found[source] = "the model joins it with other tensors"
+    for source, name in names.renamed.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(owner, torch.nn.Linear | torch.nn.Embedding):
+            found[source] = f"{type(owner).__name__} is not a linear layer"
+    wide = {source: reason for source, reason in found.items() if len(directory.places[source].shape) > 1}
+    return {source.removesuffix(".weight"): reason for source, reason in sorted(wide.items())}
 
 
 def _find_too_large(directory: ModelDirectory, layers: Mapping[str, str]) -> dict[str, str]:
@@ -219,18 +252,51 @@ def _find_too_large(directory: ModelDirectory, layers: Mapping[str, str]) -> dic
             try:
                 get_weight_format(name).pack(weight)
             except WeightFormatError:
-                found[layer] = f"{name} has no scale for its largest weight, {largest:.4g}"
+                found[layer] = (
+                    f"{name} has no scale for its largest weight, {largest:.4g}; it is left in "
+                    f"{_half_format(directory, layer, None)}"
+                )
         del weight
     return found
 
 
-def _file_forms(directory: ModelDirectory, layers: dict[str, str]) -> dict[str, dict[str, PackedTensorForm]]:
+def _half_format(directory: ModelDirectory, layer: str, wide_dtype: torch.dtype | None) -> str:
+    """Return the format in which a layer is written if its format cannot store it: one of 16 bits. Weights that have no
+    scale in float16 exceed its range unless they come from it."""
+    dtype = directory.places[f"{layer}.weight"].dtype if wide_dtype is None else wide_dtype
+    return WIDE_FORMATS[torch.float16 if dtype == torch.float16 else torch.bfloat16]
+
+
+def _cast_tensors(source: str, tensors: PackedWeight, forms: Mapping[str, PackedTensorForm]) -> PackedWeight:
+    """Return floating-point tensors in the dtypes of the files.
+
+    Raises:
+        WeightFormatError: a value is outside of the range of the dtype.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        wanted = forms[name].dtype if name in forms else tensor.dtype
+        found[name] = tensor
+        if wanted != tensor.dtype and wanted.is_floating_point and tensor.is_floating_point():
+            found[name] = tensor.to(wanted)
+            if bool((torch.isinf(found[name]) & torch.isfinite(tensor)).any()):
+                raise WeightFormatError(
+                    f"tensor {source!r} has values outside of the range of {wanted}; choose another dtype for tensors "
+                    "that stay unquantized"
+                )
+    return found
+
+
+def _file_forms(
+    directory: ModelDirectory, layers: dict[str, str], wide_dtype: torch.dtype | None
+) -> dict[str, dict[str, PackedTensorForm]]:
     """Return, by source tensor, the names of the tensors that are written for it, with their dtypes and shapes."""
     packed = {f"{layer}.weight": layer for layer in layers}
     forms: dict[str, dict[str, PackedTensorForm]] = {}
     for name, place in directory.places.items():
         if name not in packed:
-            forms[name] = {name: PackedTensorForm(place.dtype, place.shape)}
+            dtype = wide_dtype if wide_dtype is not None and place.dtype in WIDE_FORMATS else place.dtype
+            forms[name] = {name: PackedTensorForm(dtype, place.shape)}
             continue
         layer = packed[name]
         parts = get_weight_format(layers[layer]).file_form(*place.shape)

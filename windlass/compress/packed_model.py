@@ -17,18 +17,21 @@ from windlass.compress.checkpoint_names import CheckpointNames
 from windlass.compress.gguf_model import GgufDirectory, is_gguf_file
 from windlass.compress.gptq_awq import find_packed_layers, read_packed_layer
 from windlass.compress.low_rank_config import RANKS_ENTRY
-from windlass.compress.model_directory import ModelDirectory, build_empty
+from windlass.compress.model_directory import ModelDirectory, build_empty, linear_layers, shared_parameters
 from windlass.compress.pruned_config import PRUNING_ENTRY
 from windlass.compress.quantization_config import read_formats, rounds_inputs
 from windlass.compress.save_refusal import refuse_packed_saves
+from windlass.kernels.bit_packing import unpack_words
 from windlass.kernels.coded_formats import SCALE_DTYPE, CodedWeightFormat, fits_scale_dtype
 from windlass.kernels.mapped_bytes import MappedBytes, set_pages
+from windlass.kernels.ordered_formats import OrderedWeightFormat, sorts
 from windlass.kernels.packed_linear import PackedLinear, PackedMatrix
-from windlass.kernels.weight_format import PackedWeight, get_weight_format
+from windlass.kernels.weight_format import Int8WeightFormat, PackedWeight, get_weight_format
 
 _QUANTIZATION = "quantization_config"
 _OWN = (PRUNING_ENTRY, RANKS_ENTRY)  # keys in config.json of models that transformers cannot build
 _ORDER = "weight_g_idx"
+_HALF_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _UNUSED = ("input_scale", "input_zero_point", _ORDER)
 
 
@@ -95,15 +98,24 @@ def load_packed_model(
         layers = sorted({name.rpartition(".")[0] for name in directory.places if name.endswith(".weight_scale")})
         for layer, name in read_formats(entry, layers).items():
             groups = _scattered_groups(directory, layer, name)
+            ordered = None if groups is None else _ordered_format(directory, layer, name, groups)
             if groups is None:
                 groups = _groups_of_wide_scales(directory, layer, name)
-            if groups is None:
+            if name == Int8WeightFormat.name and f"{layer}.weight_packed" in directory.places:
+                packed[layer] = name, partial(_read_packed_bytes, directory, layer)
+                used |= {f"{layer}.weight_packed", f"{layer}.weight_shape"}
+            elif groups is None:
                 packed[layer] = name, partial(_read_parts, directory, layer, name)
+            elif ordered is not None:
+                packed[layer] = ordered.name, partial(_read_ordered, directory, layer, ordered, groups)
             else:
                 packed[layer] = "fp32", partial(_read_values, directory, layer, name, groups)
             used |= {f"{layer}.{part}" for part in (*get_weight_format(name).file_form(1, 1), *_UNUSED)}
     weights = {f"{layer}.weight" for layer in packed}
     names = CheckpointNames(model, (set(directory.places) - used) | weights)
+    names.split_experts(packed)
+    if dtype is None:
+        packed |= _narrow_layers(model, directory, names, used)
     unpacked: dict[str, torch.Tensor] = {}
     inputs = entry is not None and rounds_inputs(entry)
     for layer in list(packed):
@@ -113,7 +125,7 @@ def load_packed_model(
         if module is not None:
             _place(model, directory, layer, module, name, tensors, pages, dtype, inputs)
             used |= {f"{layer}.weight", f"{layer}.bias"}
-        else:  # e.g. an expert, if the model joins all experts in one tensor
+        else:  # e.g. an expert whose matrices have a form that `split_experts` does not know
             unpacked[f"{layer}.weight"] = get_weight_format(name).unpack(_as_formed(tensors, name, layer))
     if unpacked:
         logger.warning(
@@ -126,6 +138,27 @@ def load_packed_model(
     refuse_packed_saves()
     loaded: nn.Module = model.eval()
     return loaded
+
+
+def _narrow_layers(
+    model: nn.Module, directory: ModelDirectory, names: CheckpointNames, used: set[str]
+) -> dict[str, tuple[str, _ReadParts]]:
+    """Return the wide linear layers whose weights have 16 bits in a directory with wider tensors, to be held in a
+    format of their dtype, which multiplies inputs of every dtype."""
+    wide = {place.dtype for name, place in directory.places.items() if name not in used}
+    if torch.float32 not in wide:
+        return {}
+    found: dict[str, tuple[str, _ReadParts]] = {}
+    shared = shared_parameters(model)
+    for name, module in linear_layers(model).items():
+        source = names.source_of.get(f"{name}.weight")
+        if source is None or source in used or source not in directory.places or id(module.weight) in shared:
+            continue
+        form = _HALF_FORMATS.get(directory.places[source].dtype)
+        if form is not None and source.endswith(".weight"):
+            layer = source.removesuffix(".weight")
+            found[layer] = form, partial(_read_parts, directory, layer, form)
+    return found
 
 
 def _place(
@@ -188,6 +221,14 @@ def _read_parts(directory: ModelDirectory, layer: str, name: str) -> tuple[Packe
     return tensors, pages
 
 
+def _read_packed_bytes(directory: ModelDirectory, layer: str) -> tuple[PackedWeight, dict[str, MappedBytes]]:
+    """Return the tensors of `int8` from codes of 8 bits in words, as `pack-quantized` files hold them."""
+    columns = int(directory.read(f"{layer}.weight_shape")[1])
+    codes = unpack_words(directory.read(f"{layer}.weight_packed"), 8, columns)
+    scale = directory.read(f"{layer}.weight_scale").float()
+    return {"weight": (codes.to(torch.int16) - 128).to(torch.int8), "weight_scale": scale}, {}
+
+
 def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch.Tensor | None:
     """Return the group number of each input feature of a layer if its groups are scattered (`actorder: group` of
     compressed-tensors); None if each group is a range of features."""
@@ -198,8 +239,28 @@ def _scattered_groups(directory: ModelDirectory, layer: str, name: str) -> torch
     straight = torch.arange(len(order)) // form.group
     if bool((order < 0).any()) or torch.equal(order, straight):  # -1: the file has no order
         return None
-    logger.warning("layer %s has groups of scattered features (actorder), and is held in float32", layer)
     return order
+
+
+def _ordered_format(
+    directory: ModelDirectory, layer: str, name: str, groups: torch.Tensor
+) -> OrderedWeightFormat | None:
+    """Return the format of a layer with scattered groups; None if it is held in float32, because its groups have
+    several sizes, or scales outside of the range of `SCALE_DTYPE`."""
+    form = get_weight_format(name)
+    assert isinstance(form, CodedWeightFormat) and form.group is not None
+    if sorts(groups, form.group) and fits_scale_dtype(directory.read(f"{layer}.weight_scale")):
+        return OrderedWeightFormat(form)
+    logger.warning("layer %s has scattered groups (actorder) that are not packed, and is held in float32", layer)
+    return None
+
+
+def _read_ordered(
+    directory: ModelDirectory, layer: str, form: OrderedWeightFormat, groups: torch.Tensor
+) -> tuple[PackedWeight, dict[str, MappedBytes]]:
+    """Return the packed tensors of a layer with scattered groups."""
+    tensors = _read_parts(directory, layer, form.inner.name)[0]
+    return form.pack_codes(form.inner.unpack_codes(tensors), groups), {}
 
 
 def _groups_of_wide_scales(directory: ModelDirectory, layer: str, name: str) -> torch.Tensor | None:

@@ -30,8 +30,8 @@ from windlass.compress.model_directory import ModelDirectory
 from windlass.compress.packed_directory import PackedReport, name_tensors, pack_source, write_packed_directory
 from windlass.compress.partial_directory import WrittenTensors
 from windlass.compress.rotation import RotatedDirectory
-from windlass.compress.sparse_pruning import SPARSITY_METHODS, parse_pattern, sparsify
-from windlass.kernels.coded_formats import SAFE_MAGNITUDE
+from windlass.compress.sparse_pruning import SPARSITY_METHODS, check_pattern, parse_pattern, sparsify
+from windlass.kernels.coded_formats import SAFE_MAGNITUDE, BinaryWeightFormat
 from windlass.kernels.weight_format import PackedWeight, WeightFormat, get_weight_format
 
 Method = Literal["rtn", "gptq", "awq", "hqq"]
@@ -59,7 +59,8 @@ class RoundingOptions:
             int8 inputs for all layers with weights of 8-bit integers.
         rotate: rotate the hidden states, and the values of each head, by random Hadamard matrices, folded into the
             weights.
-        sparsity: weights to remove before rounding: a share of each row, e.g. 0.5, or n:m, e.g. 2:4; None: no weights.
+        sparsity: weights to remove before rounding, which stay 0: a share of each row, e.g. 0.5, or n:m, e.g. 2:4;
+            None: no weights.
         sparsity_method: magnitude, wanda or sparsegpt.
         activation_order: gptq rounds the columns with the largest inputs first.
         input_scales: search AWQ's input scales before gptq rounds.
@@ -120,6 +121,9 @@ class PostTraining:
     def __call__(self, layers: Mapping[str, str], partial: WrittenTensors) -> Iterator[tuple[str, PackedWeight]]:
         done = 0
         inside: set[str] = set()
+        if self.options.sparsity is not None:
+            features = {layer: self.directory.places[f"{layer}.weight"].shape[1] for layer in layers}
+            check_pattern(parse_pattern(self.options.sparsity), features)
         if self.batches and self.options.needs_text:
             mine = self.batches if self.group is None else self.batches[self.group.index :: self.group.size]
             calibration = BlockCalibration(self.directory, mine, self.trust_remote_code, self.group)
@@ -191,19 +195,20 @@ class PostTraining:
     ) -> PackedWeight:
         weight = linear.weight.detach()
         self._check_finite(layer, weight)
+        kept, stays = weight, None
         if self.options.sparsity is not None:
             pattern = parse_pattern(self.options.sparsity)
-            packed = form.pack(sparsify(weight, pattern, self.options.sparsity_method, statistics.hessian))
-            values = form.unpack(packed).float()
-        elif not is_integer_format(form):
-            packed = form.pack(weight)
+            kept = sparsify(weight, pattern, self.options.sparsity_method, statistics.hessian, layer)
+            stays = kept != 0
+        if not is_integer_format(form):
+            packed = form.pack(kept)
             values = form.unpack(packed).float()
         elif self.options.method == "gptq":
-            grid, codes = gptq_codes(form, weight, self._column_order(statistics))
+            grid, codes = gptq_codes(form, kept, self._column_order(statistics), stays)
             packed, values = grid.pack(codes), grid.values(codes)
         else:
-            grid = self._grid(form, weight, statistics.hessian.diagonal().float())
-            codes = grid.codes(weight)
+            grid = self._grid(form, kept, statistics.hessian.diagonal().float())
+            codes = grid.codes(kept)  # the code of 0 is exact, so weights that are 0 stay so
             packed, values = grid.pack(codes), grid.values(codes)
         scale = output_error(weight, statistics.hessian)
         error = output_error(values - weight, statistics.hessian)
@@ -231,7 +236,7 @@ class PostTraining:
         self.results.append(LayerResult(layer, form.name, None))
         if self.options.sparsity is not None:
             # without inputs only `magnitude` is possible
-            return form.pack(sparsify(weight.float(), parse_pattern(self.options.sparsity), "magnitude"))
+            weight = sparsify(weight.float(), parse_pattern(self.options.sparsity), "magnitude", name=layer)
         if not is_integer_format(form):
             return form.pack(weight)
         form.pack(weight[:0])  # the format's checks of dtype and shape
@@ -249,13 +254,17 @@ class PostTraining:
     ) -> None:
         """Fold scales of the inputs into the preceding modules, if that preserves the block's function. One
         measurement of the inputs serves all groups, because each accepted fold preserves the function."""
+        groups = [group for group in groups if _producer(block.module, group) is not None]
+        if not groups:
+            return
         measured = block.statistics([group.names[0] for group in groups], tokens=_FOLD_TOKENS)
         output: Tensor | None = None  # block's output for its first batch; accepted folds do not change it
         for group in groups:
             producer = _producer(block.module, group)
+            assert producer is not None
             consumers = [block.linear(name) for name in group.names]
             forms = [get_weight_format(layers[layer]) for layer in map(block.layer, group.names) if layer in layers]
-            if producer is None or len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
+            if len(forms) < len(consumers) or not all(map(is_integer_format, forms)):
                 continue
             if any(map(block.is_shared, [producer, *consumers])):
                 continue  # another module has the same weight, and scales would change its function
@@ -362,6 +371,7 @@ def compress_directory(
     progress: Callable[[int, int], None] = lambda done, total: None,
     trust_remote_code: bool = False,
     group: RankGroup | None = None,
+    wide_dtype: torch.dtype | None = None,
 ) -> tuple[PackedReport, list[LayerResult]]:
     """Write the model of `source` with packed linear layers, rounded by a method of `RoundingOptions`, to `target`.
 
@@ -369,7 +379,7 @@ def compress_directory(
     An interrupted call continues with the first block or layer that is not complete.
 
     Args:
-        formats, head, overwrite: as for `write_packed_directory`.
+        formats, head, overwrite, wide_dtype: as for `write_packed_directory`.
         batches: token ids `[rows, length]` of text, all of one shape.
         progress: called with the number of finished layers and of all layers.
         group: ranks that make the same call, e.g. `world_group()`: each runs its share of the text and rounds its share
@@ -389,18 +399,22 @@ def compress_directory(
         raise ConfigError(f"method is {chosen.method!r}; write one of {', '.join(METHODS)}")
     if chosen.sparsity is not None:
         parse_pattern(chosen.sparsity)
-        if chosen.sparsity_method not in SPARSITY_METHODS or chosen.method != "rtn" or chosen.smooth:
+        if chosen.sparsity_method not in SPARSITY_METHODS:
             raise ConfigError(
-                f"sparsity_method is {chosen.sparsity_method!r} with method {chosen.method!r}; it is one of "
-                f"{', '.join(SPARSITY_METHODS)}, with method rtn and without smoothing; round in a second run"
+                f"sparsity_method is {chosen.sparsity_method!r}; it is one of {', '.join(SPARSITY_METHODS)}"
+            )
+        if isinstance(formats, str) and not has_zero(formats):
+            raise ConfigError(
+                f"sparsity is {chosen.sparsity!r}, and format {formats!r} has no code for 0; choose another format"
             )
     if chosen.needs_text and not batches:
-        what = f"method {chosen.method}" if chosen.method in NEEDS_TEXT else "smoothing of int8 activations"
-        if chosen.sparsity is not None:
-            raise ConfigError(
-                f"sparsity_method {chosen.sparsity_method} needs a calibration text; give some, or use magnitude"
-            )
-        raise ConfigError(f"{what} needs a calibration text; give some, or use method hqq or rtn")
+        if chosen.method in NEEDS_TEXT:
+            what, instead = f"method {chosen.method}", "use method hqq or rtn"
+        elif chosen.smooth:
+            what, instead = "smoothing of int8 activations", "leave the activations float"
+        else:
+            what, instead = f"sparsity_method {chosen.sparsity_method}", "use magnitude"
+        raise ConfigError(f"{what} needs a calibration text; give some, or {instead}")
     if batches:
         check_batches(batches)
     directory = as_linear_directory(ModelDirectory(source), trust_remote_code=trust_remote_code)
@@ -423,9 +437,15 @@ def compress_directory(
         trust_remote_code=trust_remote_code,
         group=group,
         rounds_inputs=chosen.smooth,
+        wide_dtype=wide_dtype,
     )
     logger.debug("%d layers rounded by %s", len(producer.results), chosen.method)
     return report, producer.results
+
+
+def has_zero(name: str) -> bool:
+    """Return True if a format, given its name, stores weights that are 0 exactly."""
+    return not isinstance(get_weight_format(name), BinaryWeightFormat)
 
 
 def fingerprint_tokens(batch: Tensor) -> str:

@@ -17,6 +17,7 @@ from windlass.base.module_modes import evaluating
 from windlass.compress.channel_units import find_channel_units
 from windlass.compress.layer_importance import find_layer_list, shorten_layers
 from windlass.compress.low_rank_config import RANKS_ENTRY
+from windlass.compress.model_directory import linear_layers
 from windlass.compress.pruned_config import check_layers, describe_widths
 from windlass.compress.pruning_units import Kept, UnitGroup, choose_units, count_kept, remove_units
 from windlass.compress.transformer_units import find_transformer_units, fit_module
@@ -34,12 +35,15 @@ class PruningReport:
         units: for each kind, the number of units before and after, over the full model.
         layers: description of the change at each removed layer.
         parameters_before, parameters_after: elements of all parameters.
+        of_each_key_head: for kinds whose units are divided among key heads, the number of units of one key head before
+            and after.
     """
 
     parameters_before: int
     parameters_after: int = 0
     units: dict[str, tuple[int, int]] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
+    of_each_key_head: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def prune_model(
@@ -161,6 +165,32 @@ def _prune_kind(
             fit_module(model, group, count)
         describe_widths(model, list(zip(groups, keep, strict=True)))
     report.units[kind] = (sum(group.units for group in groups), sum(keep))
+    first = groups[0]
+    if first.sections > 1:
+        report.of_each_key_head[kind] = (first.units // first.sections, keep[0] // first.sections)
+
+
+def features_after(model: nn.Module, shares: Mapping[str, float]) -> dict[str, int]:
+    """Return the number of input features that each linear layer has after `prune_model` with the same shares.
+
+    Args:
+        model: a transformers model on any device; its values are not read.
+
+    Raises:
+        ConfigError, ModelError: as for `prune_model`.
+    """
+    found = {name: module.in_features for name, module in linear_layers(model).items()}
+    for kind in PRUNED_KINDS[1:]:
+        if not shares.get(kind):
+            continue
+        groups, keep = _find_units(model, kind, shares[kind], None)
+        for group, count in zip(groups, keep, strict=True):
+            for tensor in group.tensors:
+                layer = tensor.name.removesuffix(".weight")
+                if layer in found and tensor.dim == 1 and tensor.part is None:
+                    # heads and groups both shrink the same features
+                    found[layer] = found[layer] * count // group.units
+    return found
 
 
 def _find_units(model: nn.Module, kind: str, share: float, example: Any) -> tuple[list[UnitGroup], list[int]]:

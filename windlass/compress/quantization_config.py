@@ -194,9 +194,7 @@ def _format_of(weights: Mapping[str, Any], kind: Any) -> str:
         name = {_INTEGERS: "int8", _FLOATS: "fp8"}.get(str(kind), "")
     else:
         name = ""
-    if name not in list_weight_formats() or (
-        kind == _PACKED and not isinstance(get_weight_format(name), CodedWeightFormat)
-    ):
+    if name not in list_weight_formats():
         raise ModelError(
             f"{_KEY}: no weight format has {bits} bits, type {weights.get('type')!r}, strategy {strategy!r}, group "
             f"size {weights.get('group_size')} and file format {kind!r}; formats are {', '.join(list_weight_formats())}"

@@ -7,6 +7,7 @@ row, as hardware for sparse products requires. The weights stay in dense tensors
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,26 @@ def parse_pattern(text: str) -> SparsePattern:
     return SparsePattern(share)
 
 
-def sparsify(weight: Tensor, pattern: SparsePattern, method: str, hessian: Tensor | None = None) -> Tensor:
+def check_pattern(pattern: SparsePattern, features: Mapping[str, int]) -> None:
+    """Check that the neighbours of an n:m pattern divide the input features of all layers.
+
+    Args:
+        features: number of input features by layer.
+
+    Raises:
+        ConfigError: they do not; the message names the first such layer.
+    """
+    wrong = [name for name, count in features.items() if pattern.of and count % pattern.of]
+    if wrong:
+        raise ConfigError(
+            f"sparsity {pattern.keep}:{pattern.of} does not divide the {features[wrong[0]]} input features of layer "
+            f"{wrong[0]!r}; use a share, or leave a multiple of {pattern.of} features"
+        )
+
+
+def sparsify(
+    weight: Tensor, pattern: SparsePattern, method: str, hessian: Tensor | None = None, name: str = ""
+) -> Tensor:
     """Return a matrix in which the least important weights are 0.
 
     Scores are `|w|` (magnitude), `|w| sqrt(sum x^2)` (Wanda, Sun et al. 2023, https://arxiv.org/abs/2306.11695) or
@@ -62,17 +82,14 @@ def sparsify(weight: Tensor, pattern: SparsePattern, method: str, hessian: Tenso
     Args:
         weight: float32 `[rows, columns]`.
         hessian: sum of `x x^T` over the layer's inputs; None only for magnitude.
+        name: name of the layer, for errors.
 
     Raises:
         ConfigError: the method is unknown or needs `hessian`, or `pattern.of` does not divide the columns.
     """
     if method not in SPARSITY_METHODS:
         raise ConfigError(f"sparsity method is {method!r}; it is one of {', '.join(SPARSITY_METHODS)}")
-    if pattern.of and weight.shape[1] % pattern.of:
-        raise ConfigError(
-            f"sparsity {pattern.keep}:{pattern.of} does not divide the {weight.shape[1]} input features of a layer; "
-            "use a share"
-        )
+    check_pattern(pattern, {name: weight.shape[1]})
     if method == "magnitude":
         return weight.masked_fill(~mask_of(weight.abs(), pattern), 0)
     if hessian is None:

@@ -47,7 +47,8 @@ class ProductTimes:
         self._shapes = {}
         for group in groups:
             layers = [model.get_submodule(name) for name in group.names]
-            self._shapes[group] = (sum(layer.out_features for layer in layers), layers[0].in_features)
+            rows = round(group.share * sum(layer.out_features for layer in layers))
+            self._shapes[group] = (rows, layers[0].in_features)
         self._known: dict[tuple[int, int, str], float] = {}
         self._wide = self._saved = self._rest = 0.0
         if times is not None:

@@ -46,7 +46,7 @@ def module_format(options: ModuleQuantization, where: str) -> WeightFormat:
     if options.group_dim != 1 or name not in list_weight_formats():
         raise ConfigError(
             f"{where} is symmetric with num_bits {bits}, group_size {group} and group_dim {options.group_dim}, which "
-            "no weight format is; write symmetric false, or 2, 3, 4 or 8 bits in groups of 32, 64 or 128 along 1"
+            "no weight format is; write symmetric false, or 2, 3, 4, 6 or 8 bits in groups of 32, 64 or 128 along 1"
         )
     return get_weight_format(name)
 

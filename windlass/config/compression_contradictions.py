@@ -25,7 +25,7 @@ PRUNING_METHODS = {
 """Methods of each pruning technique."""
 BLOCK_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 """Pattern of a block size, `OUTPUTSxINPUTS`, such as `4x1`."""
-_PACKED_BITS, _PACKED_GROUPS = (2, 3, 4, 8), (32, 64, 128)  # bits and group sizes of the symmetric weight formats
+_PACKED_BITS, _PACKED_GROUPS = (2, 3, 4, 6, 8), (32, 64, 128)  # bits and group sizes of the symmetric weight formats
 
 
 def compression_contradictions(config: Config) -> Iterator[tuple[str, str]]:
@@ -133,5 +133,5 @@ def _format_contradictions(options: ModuleQuantization, where: str) -> Iterator[
         yield (
             where,
             f"symmetric with num_bits {bits}, group_size {group} and group_dim {options.group_dim}: there is no such "
-            "weight format; write symmetric false, or 2, 3, 4 or 8 bits in groups of 32, 64 or 128 along 1",
+            "weight format; write symmetric false, or 2, 3, 4, 6 or 8 bits in groups of 32, 64 or 128 along 1",
         )

@@ -23,6 +23,7 @@ from windlass.inference.step_recording import get_recorder
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.mapped_bytes import drop_pages, find_pages, record_mapped_parameters
+from windlass.kernels.ordered_formats import ORDER, OrderedWeightFormat, inner_tensors
 from windlass.kernels.packed_gemm import (
     PackedPanels,
     join_packed,
@@ -51,12 +52,14 @@ class LinearGroup:
     Attributes:
         modules: modules in the order of their calls.
         bias: concatenated biases; None: the layers have none.
+        order: order in which the panels have the input features, see [Note: ordered features]; None: that of the input.
     """
 
     modules: list[nn.Module]
     panels: PackedPanels
     bias: torch.Tensor | None
     sizes: list[int]
+    order: torch.Tensor | None = None
     _input: torch.Tensor | None = None
     _outputs: tuple[torch.Tensor, ...] = ()
 
@@ -78,6 +81,8 @@ class LinearGroup:
         return outputs[place]
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
         recorder = get_recorder()
         if recorder is None:
             return packed_linear(x, self.panels, self.bias)
@@ -260,11 +265,14 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
     """Pack the weights of layers that have the same input as one matrix."""
     sizes = [_matrix_kind(module)[0] for module in modules]
     packed = [module for module in modules if isinstance(module, PackedLinear)]
+    order: torch.Tensor | None = None
     if packed:
         for one in packed:
             one.free_panels()  # panels that the probe made
         form = packed[0].format
         tensors = join_packed(form, [module.packed() for module in packed])
+        if isinstance(form, OrderedWeightFormat):
+            order, tensors, form = tensors[ORDER], inner_tensors(tensors), form.inner
         stated = all(module.rounds_inputs for module in packed)
         features = (sum(sizes), packed[0].in_features)
         panels = pack_panels(tensors, form, features, quantize_inputs=_quantizes(form, activations, stated))
@@ -276,7 +284,7 @@ def pack_group(modules: list[nn.Module], weight_format: str | None, activations:
         panels = pack_weight(joined, form, quantize_inputs=_quantizes(form, activations), pages=pages)
         for module in modules:
             drop_pages(module.get_parameter("weight"))  # the weight may stay, e.g. for an embedding that shares it
-    return LinearGroup(modules, panels, join_biases(modules, sizes), sizes)
+    return LinearGroup(modules, panels, join_biases(modules, sizes), sizes, order)
 
 
 def join_biases(modules: Sequence[nn.Module], sizes: Sequence[int]) -> torch.Tensor | None:

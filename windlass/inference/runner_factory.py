@@ -372,8 +372,10 @@ class PlainLogits:
 
 
 def _packed_format(model: nn.Module) -> str | None:
-    """Return the format of the first packed layer; None: no layer is packed."""
-    return next((module.format.name for module in model.modules() if isinstance(module, PackedLinear)), None)
+    """Return the format of the first layer that is packed in integers or float8, else that of the first packed layer;
+    None: no layer is packed."""
+    names = [module.format.name for module in model.modules() if isinstance(module, PackedLinear)]
+    return next((name for name in names if name not in ("fp32", "bf16", "fp16")), names[0] if names else None)
 
 
 def _pack(

@@ -1,4 +1,4 @@
-"""Packing of quantization codes of 1, 2, 3, 4 or 8 bits into 32-bit words, and of base-3 digits into bytes.
+"""Packing of quantization codes of 1 to 8 bits into 32-bit words, and of base-3 digits into bytes.
 
 The words are those of compressed-tensors' `pack-quantized` files: code `i` of a row occupies `bits` bits from bit
 `i * bits` on, counted from the lowest bit of the row's first word, without gaps.

@@ -216,10 +216,11 @@ class CodedWeightFormat:
 
 
 class IntegerWeightFormat(CodedWeightFormat):
-    """Integers of 2, 3, 4 or 8 bits, symmetric or with a zero point for each group.
+    """Integers of 1 to 8 bits, symmetric or with a zero point for each group.
 
     Symmetric: `scale = max |group| / (2 ** (bits - 1) - 1/2)`, rounded to float16, so that the largest weights of
-    either sign are at most half a step from the nearest code; `q = round(w / scale)`, clamped to
+    either sign are at most half a step from the nearest code (of 1 bit, whose values are `-scale` and 0:
+    `scale = max |group|`); `q = round(w / scale)`, clamped to
     `[-2 ** (bits - 1), 2 ** (bits - 1) - 1]`, code `q + 2 ** (bits - 1)`. With zero points:
     `scale = (max - min) / (2 ** bits - 1)` in float16, of a range that includes 0, `zero = round(-min / scale)`, code
     `round(w / scale) + zero`, both clamped to the codes. Rounding is to nearest, ties to even, in float32; a scale of 0
@@ -229,6 +230,7 @@ class IntegerWeightFormat(CodedWeightFormat):
     def __init__(self, bits: int, group: int | None, has_zeros: bool = False) -> None:
         super().__init__(f"int{bits}" + (f"_g{group}" if group else "") + ("_zp" if has_zeros else ""), group)
         self.bits, self.zero, self.has_zeros = bits, 2.0 ** (bits - 1), has_zeros
+        self.steps = (2**bits - 1) / 2 if bits > 1 else 1.0  # steps from 0 to the largest magnitude
 
     def quantize(self, wide: torch.Tensor) -> GroupCodes:
         groups, _ = self.group_weights(wide)
@@ -239,7 +241,7 @@ class IntegerWeightFormat(CodedWeightFormat):
             zero = (-low / _divisor(scale)).round_().clamp_(0, top)
             offset: torch.Tensor | float = self._spread(zero, wide.shape[1])
         else:
-            scale, zero, offset = (groups.abs().amax(2) / (top / 2)).to(SCALE_DTYPE), None, self.zero
+            scale, zero, offset = (groups.abs().amax(2) / self.steps).to(SCALE_DTYPE), None, self.zero
         steps = (wide / self._spread(_divisor(scale), wide.shape[1])).round_()
         codes = (steps + offset).clamp_(0, top).to(torch.uint8)
         return GroupCodes(codes, scale, None if zero is None else zero.to(torch.uint8))
@@ -345,13 +347,13 @@ class Float8WeightFormat(RowTensors):
 def make_coded_formats() -> Iterator[CodedWeightFormat]:
     """Yield all coded formats."""
     for group in (None, *GROUPS):
-        for bits in (2, 3, 4):
+        for bits in range(1, 8):
             yield IntegerWeightFormat(bits, group)
             yield IntegerWeightFormat(bits, group, has_zeros=True)
         yield BinaryWeightFormat(group)
+        yield IntegerWeightFormat(8, group, has_zeros=True)
         if group is not None:
             yield IntegerWeightFormat(8, group)
-            yield IntegerWeightFormat(8, group, has_zeros=True)
             yield TernaryWeightFormat(group)
     yield TritWeightFormat()
 

@@ -1,10 +1,10 @@
 """Weight codes of 1 to 8 bits in panels of 16 output features, for native matrix products.
 
 [Note: low-bit panels] A unit is 32 input features of the 16 outputs of a panel, in 8 steps of 4 features. With 8-bit
-codes each step is a cache line with 4 features of each output. With narrower codes the 8 steps together take as
-many cache lines as a code has bits. A product of few rows expands codes in registers; for many rows a thread first
-expands its panels to bytes, so that the same micro-kernel multiplies codes of every width. (8-bit codes are expanded to
-16-bit integers where the processor has no dot product of bytes.)
+codes, to which those of 5 to 7 bits are widened, each step is a cache line with 4 features of each output. With
+narrower codes the 8 steps together take as many cache lines as a code has bits. A product of few rows expands codes in
+registers; for many rows a thread first expands its panels to bytes, so that the same micro-kernel multiplies codes of
+every width. (8-bit codes are expanded to 16-bit integers where the processor has no dot product of bytes.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat, TritWeightFormat
+from windlass.kernels.bit_packing import pack_words, unpack_words
+from windlass.kernels.coded_formats import (
+    CodedWeightFormat,
+    Float8WeightFormat,
+    IntegerWeightFormat,
+    TritWeightFormat,
+)
 from windlass.kernels.grouped_formats import RangeWeightFormat, unpack_codes
 from windlass.kernels.inference_path import tensor_address
 from windlass.kernels.packed_tensors import PackedWeight
@@ -26,6 +32,9 @@ LowBitFormat = CodedWeightFormat | Float8WeightFormat | RangeWeightFormat
 
 _GROUPS = (32, 64, 128)
 _FLOAT8_CODES = 9
+# Bits of integers in panels, by their bits in the file. Native code has no codes of 5 to 7 bits, and reads a single bit
+# as -1 or 1 (`BinaryWeightFormat`).
+_WIDENED = {1: 2, 5: 8, 6: 8, 7: 8}
 _PANEL = 16
 _ROW_GROUP = 128  # group size of formats with one scale per row: a partial sum is scaled after this many features
 
@@ -46,8 +55,11 @@ class LowBitPanels:
         ranges = weight_format if isinstance(weight_format, RangeWeightFormat) else None
         codes = tensors["weight" if isinstance(weight_format, Float8WeightFormat) else "weight_packed"].contiguous()
         code = _FLOAT8_CODES if isinstance(weight_format, Float8WeightFormat) else weight_format.bits
-        if code == 6:  # widened to 8-bit codes
+        if ranges is not None and code == 6:
             codes, code = unpack_codes(codes, 6, in_features).to(torch.uint8).contiguous(), 8
+        elif isinstance(coded, IntegerWeightFormat) and code in _WIDENED:
+            wide, code = unpack_words(codes, code, in_features), _WIDENED[code]
+            codes = wide if code == 8 else pack_words(wide, code)
 
         def fill(panels: torch.Tensor) -> None:
             module.pack(

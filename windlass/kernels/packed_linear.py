@@ -22,7 +22,7 @@ from windlass.kernels.weight_format import (
 )
 
 # parameters of weight formats that are made from a configuration, and thus not in the list of formats
-_MADE_FORMATS = re.compile(r"(range\d+_g\d+(_outputs)?|float\d+_e\d+m\d+_g\d+)_weight")
+_MADE_FORMATS = re.compile(r"(int\d(_g\d+)?(_zp)?_ordered|range\d+_g\d+(_outputs)?|float\d+_e\d+m\d+_g\d+)_weight")
 
 
 class PackedMatrix(nn.Module):

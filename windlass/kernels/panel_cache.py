@@ -13,6 +13,7 @@ import torch
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.low_bit_panels import has_native_codes
 from windlass.kernels.mapped_bytes import MappedBytes
+from windlass.kernels.ordered_formats import OrderedWeightFormat, inner_tensors
 from windlass.kernels.packed_gemm import ACTIVATION_DTYPES, PackedPanels, pack_panels, packed_linear
 from windlass.kernels.weight_format import PackedWeight, WeightFormat
 
@@ -60,7 +61,10 @@ class PanelCache:
         parameters: Mapping[str, torch.Tensor],
         input: Any,
     ) -> PanelProduct | None:
-        """Return the product by native kernels, or None if they do not support the format or the input."""
+        """Return the product by native kernels, or None if they do not support the format or the input. For [Note:
+        ordered features] it is that of the sorted columns."""
+        if isinstance(weight_format, OrderedWeightFormat):
+            weight_format, packed = weight_format.inner, inner_tensors(packed)
         if not _is_native(weight_format, input):
             self._key = self._panels = None
             return None

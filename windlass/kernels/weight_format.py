@@ -19,8 +19,9 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from windlass.base.errors import WeightFormatError
-from windlass.kernels.coded_formats import Float8WeightFormat, make_coded_formats
+from windlass.kernels.coded_formats import CodedWeightFormat, Float8WeightFormat, make_coded_formats
 from windlass.kernels.device_matmul import CodedMatrix, find_device_product, has_kernel
+from windlass.kernels.ordered_formats import ORDERED, OrderedWeightFormat
 from windlass.kernels.packed_matmul import Product, packed_matmul
 from windlass.kernels.packed_tensors import PackedTensorForm as PackedTensorForm
 from windlass.kernels.packed_tensors import PackedWeight as PackedWeight
@@ -183,11 +184,15 @@ def register_weight_format(weight_format: WeightFormat) -> None:
 
 
 def get_weight_format(name: str) -> WeightFormat:
-    """Return the format of a name.
+    """Return the format of a name. `list_weight_formats` leaves out those of [Note: ordered features], to which no
+    weights are rounded.
 
     Raises:
         WeightFormatError: no format has the name.
     """
+    inner = _formats.get(name.removesuffix(ORDERED))
+    if name not in _formats and isinstance(inner, CodedWeightFormat) and name.endswith(ORDERED):
+        return OrderedWeightFormat(inner)
     if name not in _formats:
         raise WeightFormatError(f"there is no weight format named {name!r}; use one of {', '.join(sorted(_formats))}")
     return _formats[name]

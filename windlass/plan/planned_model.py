@@ -137,8 +137,8 @@ def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
     except ModelError as error:  # entries of a class with other names, of which some may be applied
         logger.warning(f"the plan of {name!r} has the sizes before it was pruned or factorized: {error}")
         model = _build(make, name)
-    own_config = getattr(model, "config", None)
-    if own_config is not None and getattr(own_config, "use_cache", False):
+    own_config: Any = getattr(model, "config", None)
+    if getattr(own_config, "use_cache", False):
         own_config.use_cache = False  # training makes no use of cached keys and values
     if getattr(own_config, "is_encoder_decoder", False) and getattr(own_config, "decoder_start_token_id", None) is None:
         own_config.decoder_start_token_id = 0  # any token will do: a plan depends on no value

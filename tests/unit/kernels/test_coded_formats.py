@@ -46,7 +46,7 @@ def rounded_group(values: np.ndarray, name: str) -> np.ndarray:
         zero = np.clip(np.round(-low / divisor), 0, top)
         codes = np.clip(np.round(values / divisor) + zero, 0, top)
     else:
-        scale, zero = f32(f16(size.max() / f32(top / 2))), f32(2 ** (bits - 1))
+        scale, zero = f32(f16(size.max() / f32(top / 2 if bits > 1 else 1))), f32(2 ** (bits - 1))
         codes = np.clip(np.round(values / (scale if scale > 0 else f32(1))) + zero, 0, top)
     return ((codes - zero) * scale).astype(f32)
 

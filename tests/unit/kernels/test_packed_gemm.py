@@ -14,20 +14,25 @@ from windlass.kernels.coded_formats import CodedWeightFormat, GroupCodes
 from windlass.kernels.inference_path import get_inference_path, list_inference_paths
 from windlass.kernels.packed_gemm import PackedPanels, pack_panels, pack_weight, packed_linear
 from windlass.kernels.reference.quantized_input import quantize_groups
-from windlass.kernels.weight_format import CastWeightFormat, PackedWeight, get_weight_format
+from windlass.kernels.weight_format import CastWeightFormat, PackedWeight, get_weight_format, list_weight_formats
 
 PATHS = list_inference_paths()
 NATIVE = PATHS[:-1]
-CODED = ("int8_g64", "int4_g128", "int4_g32_zp", "int3_g64", "int2_g128", "ternary", "binary_g32", "binary", "int4_zp")
+CODED = (
+    *("int8_g64", "int4_g128", "int4_g32_zp", "int3_g64", "int2_g128", "ternary", "binary_g32", "binary", "int4_zp"),
+    *("int1_g32", "int1_zp", "int5_g64", "int6_zp", "int7_g32_zp"),
+)
 FORMATS = (
     *("fp32", "bf16", "bf16, bf16 inputs", "int8", "int8, int8 inputs", "fp8"),
     *CODED,
     *(f"{name}, int8 inputs" for name in CODED),
 )
+PLAIN = [name for name in list_weight_formats() if name != "fp16"]  # float16 weights have no panels
+ALL = sorted({*FORMATS, *PLAIN, *(f"{name}, int8 inputs" for name in PLAIN if "int" in name or "ary" in name)})
 DTYPES = (torch.float32, torch.bfloat16)
 
 sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 160, 257]))
-kinds = {"path": st.sampled_from(PATHS), "format": st.sampled_from(FORMATS), "dtype": st.sampled_from(DTYPES)}
+kinds = {"path": st.sampled_from(PATHS), "format": st.sampled_from(ALL), "dtype": st.sampled_from(DTYPES)}
 native_kinds = {**kinds, "path": st.sampled_from(NATIVE or PATHS)}
 
 
@@ -73,6 +78,14 @@ def test_every_kernel_equals_float64_within_rounding(path: str, format: str, siz
             assert_product_is_exact(size, number % 2 == 1, 1 + number % 2, path, format, dtype)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_every_format_has_exact_products(path: str) -> None:
+    for format in ALL:
+        for size in ((1, 33, 131), (9, 17, 257)):
+            assert_product_is_exact(size, True, 1, path, format, torch.float32)
+        assert_product_is_exact((3, 5, 40), False, 1, path, format, torch.bfloat16)
+
+
 def assert_product_is_exact(
     size: tuple[int, int, int], has_bias: bool, threads: int, path: str, format: str, dtype: torch.dtype
 ) -> None:
@@ -90,11 +103,11 @@ def assert_product_is_exact(
     finally:
         torch.set_num_threads(1)
     expected = exact(x, weight, bias, format)
-    assert actual.dtype == dtype and actual.shape == expected.shape
+    assert actual.dtype == dtype and actual.shape == expected.shape, format
     scale = float((x.double().abs() @ weight.double().abs().T).max()) + 1
     # for bf16 inputs the reference also rounds weights and bias to bf16, and sums in another order
     limit = 1e-6 if dtype == torch.float32 else 2**-8 if path != "reference" else 2**-6
-    assert float((actual.double() - expected).abs().max()) <= limit * scale
+    assert float((actual.double() - expected).abs().max()) <= limit * scale, format
 
 
 @pytest.mark.parametrize("name", ["int8", *CODED])

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +18,7 @@ from windlass.kernels import panel_cache
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.packed_gemm import pack_panels
 from windlass.kernels.packed_linear import PackedLinear, pack_linear_layers
-from windlass.kernels.weight_format import CastWeightFormat
+from windlass.kernels.weight_format import CastWeightFormat, list_weight_formats
 
 NAMES = ("fp32", "bf16", "int8", "fp8", "int4_g32_zp", "int3", "ternary", "binary_g64")
 
@@ -48,6 +50,33 @@ def test_equals_a_linear_layer_with_the_unpacked_weight(name: str, bias: bool) -
     if bias:
         torch.testing.assert_close(packed.bias.grad, plain.bias.grad, rtol=1e-5, atol=1e-4)
     assert torch.equal(packed.weight, packed.unpack()) and packed.to_linear().weight.dtype == packed.unpack().dtype
+
+
+@given(
+    name=st.sampled_from([*list_weight_formats(), "int4_g32_ordered", "int8_g64_zp_ordered"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    rows=st.integers(0, 9),
+    outputs=st.integers(1, 35),
+    inputs=st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129, 257])),
+    bias=st.booleans(),
+)
+def test_every_format_multiplies_every_dtype(
+    name: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int, bias: bool
+) -> None:
+    torch.manual_seed(outputs)
+    packed = PackedLinear.from_linear(nn.Linear(inputs, outputs, bias=bias), name)
+    if dtype != torch.float32:
+        packed = packed.to(dtype)
+    x = torch.randn(inputs, rows).t().to(dtype)  # not contiguous
+    with torch.no_grad():
+        wanted = x.double() @ packed.unpack().double().t()
+        if packed.bias is not None:
+            wanted += packed.bias.double()
+        for _ in range(2):  # the second product has panels
+            found = packed(x)
+            assert found.dtype == dtype and found.shape == (rows, outputs)
+            limit = {torch.bfloat16: 2e-2, torch.float16: 3e-3}.get(dtype, 1e-5)
+            torch.testing.assert_close(found.double(), wanted, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("name", NAMES)
