@@ -67,11 +67,7 @@ def main(
 
 
 def _predict(case: MemoryCase) -> int:
-    import transformers
-
-    model = build_on_meta(
-        lambda: transformers.AutoModelForCausalLM.from_config(case.model_config(), trust_remote_code=False), case.name
-    )
+    model = build_on_meta(case.build, case.name)
     if case.checkpointing:
         enable_checkpointing(model)
     on_gpu = case.device == "cuda"

@@ -14,13 +14,14 @@ class MemoryCase:
     """Configuration of one row.
 
     Attributes:
-        family: llama, gpt2, opt, neox or mixtral.
+        family: llama, gpt2, opt, neox, mixtral, mamba (a loop over the tokens inside each layer) or t5.
         tier: Tier of optimizer states: device, cpu or nvme. On a CPU, `cpu` is the memory of the device.
         axis: Axis of `parallel` along which all ranks divide the model, its experts or its sequences; empty: data
             parallelism.
         reuse: Value of `stage3_max_reuse_distance`; None: the default, which keeps small models unsharded.
         device: cpu or cuda.
         sharded_init: Build the model under `zero.Init`.
+        frozen: Only biases, norms and matrices of attention outputs are trained.
     """
 
     family: str
@@ -37,6 +38,8 @@ class MemoryCase:
     axis: str = ""
     device: str = "cpu"
     sharded_init: bool = False
+    optimizer: str = "AdamW"
+    frozen: bool = False
 
     @property
     def name(self) -> str:
@@ -49,6 +52,8 @@ class MemoryCase:
         parts += [self.axis] if self.axis else []
         parts += [f"accumulate{self.accumulation}"] if self.accumulation > 1 else []
         parts += ["init"] if self.sharded_init else []
+        parts += [self.optimizer] if self.optimizer != "AdamW" else []
+        parts += ["frozen"] if self.frozen else []
         return "-".join(parts)
 
     def config(self, folder: str) -> dict[str, Any]:
@@ -62,7 +67,7 @@ class MemoryCase:
             "train_micro_batch_size_per_gpu": self.micro,
             "gradient_accumulation_steps": self.accumulation,
             "zero_optimization": zero,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "optimizer": {"type": self.optimizer, "params": {"lr": 1e-4}},
             "comm": {"transport": self.transport},
         }
         if self.axis:
@@ -72,6 +77,16 @@ class MemoryCase:
         if self.dtype == "autocast":
             config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
         return config
+
+    def build(self) -> Any:
+        """Return the model."""
+        import transformers
+
+        kind = transformers.AutoModelForSeq2SeqLM if self.family == "t5" else transformers.AutoModelForCausalLM
+        model = kind.from_config(self.model_config(), trust_remote_code=False)
+        for name, parameter in model.named_parameters() if self.frozen else ():
+            parameter.requires_grad_(parameter.dim() == 1 or any(part in name for part in ("o_proj", "out_proj")))
+        return model
 
     def model_config(self) -> Any:
         """Return transformers' configuration of the model."""
@@ -87,6 +102,11 @@ class MemoryCase:
             return transformers.MixtralConfig(
                 num_key_value_heads=4, sliding_window=None, **experts, **sizes, **reach, **ends
             )
+        if self.family == "mamba":
+            return transformers.MambaConfig(hidden_size=256, num_hidden_layers=2, state_size=8, **ends)
+        if self.family == "t5":
+            own = {"d_model": WIDTH, "d_ff": 1376, "d_kv": WIDTH // HEADS, "num_layers": LAYERS, "num_heads": HEADS}
+            return transformers.T5Config(decoder_start_token_id=0, **own, **ends)
         if self.family == "gpt2":
             own = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 2048}
             return transformers.GPT2Config(**own, **ends)
@@ -135,8 +155,13 @@ CASES = (
     MemoryCase("neox", 1, axis="tp", sharded_init=True),
     MemoryCase("llama", 0, axis="pp", accumulation=4, sharded_init=True),
     MemoryCase("mixtral", 2, axis="ep", sharded_init=True),
+    MemoryCase("mamba", 1, length=128),
+    MemoryCase("t5", 2),
+    MemoryCase("llama", 1, frozen=True),
+    MemoryCase("llama", 2, optimizer="Muon"),
+    MemoryCase("opt", 1, optimizer="Lamb"),
 )
-"""39 rows; the models have 18 to 28 million parameters, so that buffers and activations are most of the memory."""
+"""44 rows; the models have 18 to 28 million parameters, so that buffers and activations are most of the memory."""
 
 _ON_GPU: dict[str, Any] = {"device": "cuda", "transport": "auto", "ranks": 1, "micro": 8, "length": 512}
 GPU_CASES = (

@@ -30,8 +30,6 @@ class MemoryRank:
     def run(self) -> dict[str, Any]:
         """Train `STEPS` steps. Return the peak up to the end of each phase, in bytes above the memory in use before
         the model is built."""
-        import transformers
-
         import windlass
         from windlass.cli.benches.bench_engines import preload_engine_modules
         from windlass.cli.benches.memory_sampler import MemorySampler
@@ -45,7 +43,7 @@ class MemoryRank:
         sampler = MemorySampler(torch.device(case.device))
         torch.manual_seed(0)
         with windlass.zero.Init(enabled=case.sharded_init):
-            model = transformers.AutoModelForCausalLM.from_config(case.model_config(), trust_remote_code=False).train()
+            model = case.build().train()
         if case.checkpointing:
             enable_checkpointing(model)
         peaks = {"init": sampler.peak_bytes()}

@@ -38,7 +38,12 @@ def plan(
     config: Annotated[
         str | None, typer.Option(help="Path of the ds_config.json, or base64 of it; by default a micro-batch of 1.")
     ] = None,
-    shape: Annotated[str | None, typer.Option(help="Size of a Llama instead of MODEL: 125m, 1b, ... 1t.")] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Size of a Llama instead of MODEL: 125m, 1b, ... 1t, or hidden=1024,layers=4,heads=8,vocabulary=32000."
+        ),
+    ] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
     length: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sample. [1024, or as many as the model has positions for]")

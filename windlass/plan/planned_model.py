@@ -3,6 +3,7 @@ a configuration or a shape."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from windlass.base.import_transformers import import_transformers
 from windlass.base.log import logger
 from windlass.base.remote_code import needs_remote_code, remote_code_refusal
 from windlass.compress.pruned_config import apply_entries
+from windlass.parallel.model_shape import ModelShape, parse_model_shape
 
 SHAPES: dict[str, dict[str, int]] = {
     "125m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
@@ -40,30 +42,56 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 def build_from_shape(shape: str) -> nn.Module:
-    """Build a Llama model of a known size on the meta device.
+    """Build a Llama model on the meta device, of a size in `SHAPES` or of sizes such as `hidden=1024,layers=4,heads=8,
+    vocabulary=32000`; with experts a Mixtral model.
 
     Raises:
         ModelError: there is no such shape.
+        ConfigError: a size is missing or invalid.
     """
+    transformers = import_transformers("models", quiet=True)
+    if "=" in shape:
+        config = _config_of_sizes(parse_model_shape(shape), shape, transformers)
+        return build_on_meta(lambda: transformers.AutoModelForCausalLM.from_config(config), shape)
     sizes = SHAPES.get(shape.lower())
     if sizes is None:
         raise ModelError(
-            f"--shape {shape!r} is unknown; give one of {', '.join(SHAPES)}, or a config.json as MODEL instead"
+            f"--shape {shape!r} is unknown; give one of {', '.join(SHAPES)}, hidden=4096,layers=32,heads=32,"
+            "vocabulary=32000, or a config.json as MODEL instead"
         )
-    transformers = import_transformers("models", quiet=True)
     return build_on_meta(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), shape)
 
 
+def _config_of_sizes(sizes: ModelShape, shape: str, transformers: Any) -> Any:
+    if not sizes.gated:
+        raise ModelError(
+            f"--shape {shape!r} has gated=0, but a Llama's feed-forward network is gated; leave gated out, or give a "
+            "config.json as MODEL instead"
+        )
+    values: dict[str, Any] = {
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.resolved_kv_heads,
+        "head_dim": sizes.resolved_head_dim,
+        "intermediate_size": sizes.intermediate or 4 * sizes.hidden,
+        "vocab_size": sizes.vocabulary,
+        "tie_word_embeddings": sizes.tied,
+    }
+    if not sizes.experts:
+        return transformers.LlamaConfig(**values)
+    experts = {"num_local_experts": sizes.experts, "num_experts_per_tok": sizes.top_k}
+    return transformers.MixtralConfig(**values, **experts, output_router_logits=sizes.has_router_loss)
+
+
 _IMAGE_SIDE = 224  # pixels of an image's side, for models that take images of any size, such as ResNet
-_TASKS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "SequenceClassification", "TokenClassification")
+_TASKS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification")
 """Tasks of models that `build_from_name` builds, in search order; for an encoder-decoder, Seq2SeqLM comes first."""
 
 
 def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
-    """Build a model of transformers on the meta device: of the class that `architectures` of its configuration names.
-
-    Without a name, or with that of a model without a head, the class is that of the first task of `_TASKS` that the
-    configuration supports.
+    """Build a model of transformers on the meta device: the class that `architectures` of its configuration names, or
+    else the one for the first task of `_TASKS` that the configuration supports.
 
     Args:
         name: A directory with a config.json, the path of a config.json, or the name of a model in the hub's cache on
@@ -71,8 +99,8 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
         trust_remote_code: Run Python files that come with the model.
 
     Raises:
-        ModelError: there is no such model, it supports none of these tasks, `architectures` names a class of another
-            task, it needs its own code, or its construction reads values of tensors.
+        ModelError: there is no such model, it supports none of these tasks, it needs its own code, or its construction
+            reads values of tensors.
     """
     transformers = import_transformers("models", quiet=True)
     path = Path(name)
@@ -88,40 +116,43 @@ def build_from_name(name: str, *, trust_remote_code: bool = False) -> nn.Module:
             f"no model at {name!r}: {_first_line(error)}; give a directory with a config.json, a name in the hub's "
             "cache of this machine, or --shape 7b"
         ) from error
-    classes = _auto_classes(transformers, config)
-    if not classes:
+    named = _named_class(transformers, config)
+    if named is not None:
+        return build_on_meta(lambda: named._from_config(config), name)
+    made = _auto_class(transformers, config)
+    if made is None:
         raise ModelError(
             f"model {name!r} of type {getattr(config, 'model_type', '?')} has no class for {', '.join(_TASKS)}; plan a "
-            "language model, an encoder-decoder or a classifier"
+            "language model, an encoder-decoder or an image classifier"
         )
-    stated = (getattr(config, "architectures", None) or [None])[0]
-    made = next((one for one, built in classes.items() if built == stated), next(iter(classes)))
-    model = build_on_meta(lambda: made.from_config(config, trust_remote_code=trust_remote_code), name)
-    if hasattr(transformers, stated or "") and stated != type(model).__name__:
-        if stated != type(getattr(model, "base_model", None)).__name__:
-            raise ModelError(
-                f"model {name!r} is a {stated}, and a plan makes batches for {', '.join(_TASKS)} alone; plan it in "
-                "Python: windlass.plan.plan_run.plan_memory with a RunShape whose make_batch makes its batches"
-            )
-        logger.warning(f"{name!r} has a {stated}, which has no loss; the plan is that of a {type(model).__name__}")
-    return model
+    built = build_on_meta(lambda: made.from_config(config, trust_remote_code=trust_remote_code), name)
+    if type(built).__name__ not in (getattr(config, "architectures", None) or ()):
+        logger.warning(
+            f"the configuration of {name!r} names no class that can be built in architectures; it is planned as "
+            f"{type(built).__name__}"
+        )
+    return built
 
 
-def _auto_classes(transformers: Any, config: Any) -> dict[Any, str]:
-    """Return transformers' automatic classes that build a model of this configuration, with the name of what each
-    builds."""
+def _named_class(transformers: Any, config: Any) -> Any:
+    """Return the class of transformers that `architectures` of the configuration names; None: it names none."""
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and getattr(found, "config_class", None) is type(config):
+            return found
+    return None
+
+
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """Return transformers' automatic class that builds a model of this configuration; None: there is none."""
     remote = getattr(config, "auto_map", None) or {}
     # Encoder-decoders also have a causal class, which contains only their decoder.
     tasks = sorted(_TASKS, key="Seq2SeqLM".__ne__) if getattr(config, "is_encoder_decoder", False) else _TASKS
-    found: dict[Any, str] = {}
     for task in tasks:
-        one = getattr(transformers, f"AutoModelFor{task}")
-        if one.__name__ in remote:
-            found[one] = remote[one.__name__].rpartition(".")[2]
-        elif type(config) in one._model_mapping:
-            built = one._model_mapping[type(config)]
-            found[one] = (built[0] if isinstance(built, tuple) else built).__name__
-    return found
+        found = getattr(transformers, f"AutoModelFor{task}")
+        if type(config) in found._model_mapping or found.__name__ in remote:
+            return found
+    return None
 
 
 def build_on_meta(make: Callable[[], nn.Module], name: str) -> nn.Module:
@@ -155,35 +186,55 @@ def language_batch(micro_batch: int, length: int) -> Callable[[], dict[str, torc
     return make
 
 
-def _classified_batch(micro_batch: int, length: int) -> Callable[[], dict[str, torch.Tensor]]:
-    """Return a function that makes token ids `[micro_batch, length]` and labels `[micro_batch]`."""
+def batch_for(model: nn.Module) -> Callable[[int, int], Callable[[], dict[str, Any]]]:
+    """Return the function that makes batches of a model, given the micro-batch and the length of a sample."""
+    takes = inspect.signature(model.forward).parameters
+    main, name = getattr(model, "main_input_name", "input_ids"), type(model).__name__
 
-    def make() -> dict[str, torch.Tensor]:
-        ids = torch.zeros((micro_batch, length), dtype=torch.long)
-        return {"input_ids": ids, "labels": ids[:, 0].clone()}
+    def make(micro_batch: int, length: int) -> Callable[[], dict[str, Any]]:
+        def batch() -> dict[str, Any]:
+            tokens = torch.zeros((micro_batch, length), dtype=torch.long)
+            # A classifier has one label for each sample.
+            labels = tokens[:, 0].clone() if name.endswith(_CLASSIFIERS) else tokens
+            found: dict[str, Any] = {"labels": labels} if "labels" in takes else {}
+            if main == "pixel_values":
+                return {main: _pixels(model, micro_batch), **found}
+            if main == "input_features":
+                return {main: _audio_features(model, micro_batch), **found}
+            if main != "input_ids":
+                raise ModelError(
+                    f"{name} takes {main!r}, for which no batch is known; give the bytes of activations of a "
+                    "micro-batch with --activations"
+                )
+            if "return_loss" in takes:  # pairs of an image and a text, as of CLIP
+                found |= {"pixel_values": _pixels(model, micro_batch), "return_loss": True}
+            return {"input_ids": tokens, **found}
+
+        return batch
 
     return make
 
 
-def batch_for(model: nn.Module) -> Callable[[int, int], Callable[[], dict[str, torch.Tensor]]]:
-    """Return the function that makes batches of a model, given the micro-batch and the length of a sample."""
-    if type(model).__name__.endswith("ForSequenceClassification"):
-        return _classified_batch
-    if getattr(model, "main_input_name", "input_ids") != "pixel_values":
-        return language_batch
+_CLASSIFIERS = ("ImageClassification", "SequenceClassification", "AudioClassification")
+
+
+def _pixels(model: nn.Module, micro_batch: int) -> torch.Tensor:
     own: Any = model.config
     config: Any = getattr(own, "vision_config", own)
     size = getattr(config, "image_size", _IMAGE_SIDE)
     sides = size if isinstance(size, (list, tuple)) else (size,) * 2
-    shape = (int(getattr(config, "num_channels", 3)), *sides)
+    return torch.zeros((micro_batch, int(getattr(config, "num_channels", 3)), *sides))
 
-    def make(micro_batch: int, length: int) -> Callable[[], dict[str, torch.Tensor]]:
-        return lambda: {
-            "pixel_values": torch.zeros((micro_batch, *shape)),
-            "labels": torch.zeros(micro_batch, dtype=torch.long),
-        }
 
-    return make
+def _audio_features(model: nn.Module, micro_batch: int) -> torch.Tensor:
+    config: Any = model.config
+    if not hasattr(config, "num_mel_bins") or not hasattr(config, "max_source_positions"):
+        raise ModelError(
+            f"{type(model).__name__} takes 'input_features' of an unknown length; give the bytes of activations of a "
+            "micro-batch with --activations"
+        )
+    # Whisper's encoder has a convolution of stride 2 in front of its positions.
+    return torch.zeros((micro_batch, config.num_mel_bins, 2 * config.max_source_positions))
 
 
 def longest_sample(model: nn.Module) -> int | None:

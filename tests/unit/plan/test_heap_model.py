@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,3 +48,14 @@ def test_a_hole_is_too_small_for_the_next_block_of_its_size_until_the_module_end
     small = [(number, 64) for number in range(10, 40)]
     after.run([first, second, *small, BLOCK_ENDED, BLOCK_ENDED, (1, 0), third])
     assert after.extent < 3 * MIB
+
+
+@pytest.mark.parametrize("iterations", [300, 3000])
+def test_a_loop_inside_a_module_reuses_its_memory(iterations: int) -> None:
+    """Each iteration replaces the block of the iteration before, as in the backward of a scan over time."""
+    log = [(1, MIB)]
+    for number in range(2, iterations):
+        log += [(number, MIB), (number - 1, 0)]
+    heap = HeapModel()
+    heap.run(log)
+    assert heap.extent < 64 * MIB

@@ -23,6 +23,7 @@ from windlass.cli.plan_report import memory_table
 from windlass.config import Config, load_config
 from windlass.engine.tier_planning import step_traffic
 from windlass.parallel.model_checkpointing import enable_checkpointing
+from windlass.parallel.model_shape import parse_model_shape
 from windlass.plan.activation_trace import BACKWARD, FORWARD, ActivationTrace, trace_step
 from windlass.plan.choose_config import Rung, choose_config, ladder
 from windlass.plan.memory_plan import DEVICE, DISK, HOST, MOMENTS, MemoryPlan
@@ -392,9 +393,27 @@ def test_invalid_gpu_is_refused(wrong: str, says: str) -> None:
     assert gpu_bytes("80GB") == 76 << 30
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "hidden=64,layers=2,heads=4,vocabulary=96",
+        "hidden=64,layers=2,heads=4,vocabulary=96,kv_heads=2,head_dim=8,intermediate=48,tied=1",
+        "hidden=64,layers=2,heads=4,vocabulary=96,intermediate=48,experts=4,top_k=2",
+    ],
+)
+def test_a_model_is_built_from_sizes(shape: str) -> None:
+    model = build_from_shape(shape)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parse_model_shape(shape).numel
+    assert plan(model, settings()).peak("host") > 0
+
+
 def test_shapes_and_axes_that_are_not_planned() -> None:
-    with pytest.raises(ModelError, match="125m, 1b"):
+    with pytest.raises(ModelError, match=r"125m, 1b.*hidden=4096,layers=32"):
         build_from_shape("6b")
+    with pytest.raises(ConfigError, match="lacks heads, vocabulary"):
+        build_from_shape("hidden=64,layers=2")
+    with pytest.raises(ModelError, match="gated=0"):
+        build_from_shape("hidden=64,layers=2,heads=4,vocabulary=96,gated=0")
     with pytest.raises(ConfigError, match="pipeline.partition is 'time'"):
         plan(llama(), {**settings(), "parallel": {"pp": 2}, "pipeline": {"partition": "time"}})
 
