@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import mmap
 import os
 import pickle
@@ -96,6 +97,7 @@ def peak_of(work: Callable[[], object]) -> int:
     if child == 0:
         status = 1
         try:
+            gc.freeze()  # a collection would write to all objects of the parent, and so copy their pages
             libc = ctypes.CDLL(None)
             libc.malloc_trim(0)  # so that memory freed earlier counts when it is allocated again
             libc.mallopt(_M_MMAP_THRESHOLD, 1 << 17)  # glibc raises it after large frees, and keeps freed memory then

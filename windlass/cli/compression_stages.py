@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from windlass.base.atomic_file import replace_directory
 from windlass.base.errors import ConfigError
@@ -33,7 +32,7 @@ from windlass.cli.compression_picture import LayerSize, layer_sizes
 from windlass.cli.compression_report import CompressionReport, choice_lines, prune_lines
 from windlass.cli.compression_settings import LKD, WIDE, CompressionSettings
 from windlass.cli.model_run import RunFigures
-from windlass.comm.bootstrap import init_distributed
+from windlass.comm.bootstrap import end_distributed, init_distributed
 from windlass.comm.rank_group import RankGroup, world_group
 from windlass.compress.budget_choice import BudgetChoice
 from windlass.compress.calibration_text import CalibrationText, longest_sequence, read_calibration_text
@@ -122,7 +121,7 @@ class CompressionRun:
     def _leave_ranks(self) -> None:
         """Make this process one without ranks, so that it and its children measure models alone."""
         if self._group is not None:
-            dist.destroy_process_group()
+            end_distributed()
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
                 os.environ.pop(name, None)
 

@@ -52,7 +52,9 @@ def build_from_shape(shape: str) -> nn.Module:
     transformers = import_transformers("models", quiet=True)
     if "=" in shape:
         config = _config_of_sizes(parse_model_shape(shape), shape, transformers)
-        return build_on_meta(lambda: transformers.AutoModelForCausalLM.from_config(config), shape)
+        return build_on_meta(
+            lambda: transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False), shape
+        )
     sizes = SHAPES.get(shape.lower())
     if sizes is None:
         raise ModelError(
