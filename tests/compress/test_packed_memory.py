@@ -31,7 +31,7 @@ FORMATS = ["int4_g128", "int8", "binary_g128"]
 IDS = torch.arange(12)[None]
 _M_MMAP_THRESHOLD = -3  # constant of <malloc.h>
 FAULT_BYTES = 1 << 16  # pages that one fault maps
-OVERHEAD = 12 << 20  # activations, KV cache, and the layer that is being packed
+OVERHEAD = 10 << 20  # activations, KV cache, and the layer that is being packed
 
 native = pytest.mark.skipif(get_inference_path().module is None, reason="there are no native kernels here")
 
