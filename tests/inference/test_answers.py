@@ -822,6 +822,21 @@ def test_parameters_that_cannot_be_served_are_refused(change: dict[str, Any], me
             llm.generate([[3, 4]], GREEDY, lora_request="x")
 
 
+@pytest.mark.parametrize(("kept", "left"), [(5, 5), (500, 200), (-1, 96 - 12), (None, None)])
+def test_the_end_of_a_prompt_is_kept_if_asked_for(kept: int | None, left: int | None) -> None:
+    prompt = [3 + index % 30 for index in range(200)]
+    with serve(llama()) as llm:
+        params = GREEDY.replace(truncate_prompt_tokens=kept)
+        if left is None or left >= 96:
+            with pytest.raises(RequestError, match=r"the prompt has 200 tokens"):
+                llm.generate([prompt], params)
+            return
+        (output,) = llm.generate([prompt], params)
+        (expected,) = llm.generate([prompt[-left:]], GREEDY)
+    assert output.prompt_token_ids == prompt[-left:]
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 def test_a_request_without_a_token_ends_alone() -> None:
     with serve(llama()) as llm:
         params = [GREEDY, GREEDY.replace(allowed_token_ids=[2], min_tokens=3, ignore_eos=False), GREEDY]

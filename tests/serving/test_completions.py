@@ -21,6 +21,7 @@ from windlass.serving.api_errors import encode_json
 from windlass.serving.event_stream import encode_event
 from windlass.serving.generation import Generation
 from windlass.serving.logprob_format import LogprobFormat
+from windlass.serving.server_context import ServerContext
 from windlass.serving.server_metrics import ServerMetrics
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -51,7 +52,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         **{"presence_penalty": 0.2, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "min_tokens": 1},
         **{"stop": ["x", "y"], "stop_token_ids": [3], "ignore_eos": True, "include_stop_str_in_output": True},
         **{"skip_special_tokens": False, "allowed_token_ids": [1, 2], "bad_words": ["z"], "max_tokens": 9},
-        **{"logprobs": 2, "prompt_logprobs": 1},
+        **{"logprobs": 2, "prompt_logprobs": 1, "truncate_prompt_tokens": 5},
     }
     body = {"prompt": "a", **fields, "logit_bias": {"5": -1.5}, "priority": 4}
     assert client_of(engine).post(TEXT, json=body).status_code == 200
@@ -79,6 +80,41 @@ def test_the_default_length_is_16_tokens_of_a_completion_and_the_window_of_a_cha
     assert lengths == [16, 9, 80, 100 - len("<user><assistant>") - 50]
     assert client_of(engine, max_output_tokens=8).post(TEXT, json={"prompt": "a"}).status_code == 200
     assert engine.seen[-1][1].max_tokens == 8
+
+
+def test_the_end_of_a_prompt_is_kept_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerContext, "least_tokens", lambda self, text: len(text))
+    engine = FakeEngine(max_model_len=40)
+    client = client_of(engine)
+    cases = [
+        (TEXT, {"prompt": "abcdef", "truncate_prompt_tokens": 3}, "def", 16),
+        (TEXT, {"prompt": ["abcdef", "xyz"], "truncate_prompt_tokens": 3, "max_tokens": 2}, "xyz", 2),
+        (TEXT, {"prompt": "a" * 90 + "z", "truncate_prompt_tokens": -1}, "a" * 23 + "z", 16),
+        (TEXT, {"prompt": "a" * 90 + "z", "truncate_prompt_tokens": 38}, "a" * 37 + "z", 2),
+        (TEXT, {"prompt": "a" * 90 + "z", "truncate_prompt_tokens": -1, "max_tokens": 4}, "a" * 35 + "z", 4),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "a" * 90}], "truncate_prompt_tokens": 13},
+            "aa<assistant>",
+            27,
+        ),
+    ]
+    for url, body, text, most in cases:
+        answer = client.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+        assert ("".join(map(chr, engine.seen[-1][0])), engine.seen[-1][1].max_tokens) == (text, most)
+    body = {"prompt": "abcdef", "truncate_prompt_tokens": 3, "max_tokens": 1, "echo": True}
+    answer = client.post(TEXT, json=body).json()
+    assert answer["choices"][0]["text"].startswith("def") and answer["usage"]["prompt_tokens"] == 3
+    assert (
+        len(client.post("/v1/embeddings", json={"input": "a" * 90, "truncate_prompt_tokens": -1}).json()["data"]) == 1
+    )
+    for wrong in (0, -2):
+        for url, body in ((TEXT, {"prompt": "a"}), ("/v1/embeddings", {"input": "a"})):
+            refused = client.post(url, json={**body, "truncate_prompt_tokens": wrong})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
+    endless = client.post(TEXT, json={"prompt": "a" * 40 * 17, "truncate_prompt_tokens": 3})
+    assert endless.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_one_constraint_in_its_older_and_its_newer_form_is_one() -> None:

@@ -67,6 +67,7 @@ class RequestFactory:
             )
         params = params.clone()  # the caller may change its object while the request runs
         text, ids = self.encode(prompt)
+        ids = params.truncate_prompt(ids, self._max_model_len)
         self._check_prompt(ids, params)
         room = self._max_model_len - len(ids)
         return params, text, ids, room if params.max_tokens is None else min(params.max_tokens, room)

@@ -118,6 +118,8 @@ class SamplingParams:
         logit_bias: numbers added to logits, by token id.
         allowed_token_ids: the only tokens that may be drawn; None: all.
         bad_words: texts that are not generated.
+        truncate_prompt_tokens: number of tokens of the prompt that are kept, from its end. -1: as many as the context
+            window holds beside `max_tokens` (without `max_tokens`: beside one token); None: all.
         detokenize: False leaves `text` empty.
         skip_special_tokens: leave special tokens out of `text`.
         structured_outputs: constraint of the text.
@@ -147,6 +149,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
@@ -191,6 +194,15 @@ class SamplingParams:
         """
         return replace(self, **changes)
 
+    def truncate_prompt(self, prompt: list[int], max_model_len: int) -> list[int]:
+        """Return the last tokens of a prompt: the number that `truncate_prompt_tokens` keeps."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return prompt
+        if kept == -1:
+            kept = max(1, max_model_len - (self.max_tokens or 1))
+        return prompt[-kept:]
+
     def _copy_containers(self) -> None:
         """Replace lists and dicts by copies, so that a change of the caller's object changes no running request.
 
@@ -225,6 +237,7 @@ class SamplingParams:
         for name, lowest, highest in optional:
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), lowest, highest)
+        check_truncation(self.truncate_prompt_tokens)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}); write a smaller number",
@@ -263,6 +276,17 @@ class SamplingParams:
             for token, bias in biases.items():
                 _check_number(f"logit_bias[{token}]", bias, -math.inf, math.inf)
         _check_texts("bad_words", self.bad_words or (), _MAX_BAD_WORDS)
+
+
+def check_truncation(kept: Any) -> None:
+    """Raise a RequestError unless `kept` is a value of `truncate_prompt_tokens`."""
+    if kept is not None:
+        _check_integer("truncate_prompt_tokens", kept, -1, None)
+    if kept == 0:
+        raise RequestError(
+            "truncate_prompt_tokens is 0; write the number of tokens to keep, or -1 for as many as fit",
+            parameter="truncate_prompt_tokens",
+        )
 
 
 @dataclass(frozen=True)

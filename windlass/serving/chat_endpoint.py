@@ -41,7 +41,8 @@ async def create_chat_completion(request: Request) -> Response:
     fields, choice, params, name = await read_request(
         request, context.settings.max_body_bytes, lambda data: _check(context, ChatRequest.parse(data))
     )
-    prompt = await encode_chat(context, fields, choice.shown)
+    truncates = fields.truncate_prompt_tokens is not None
+    prompt = await encode_chat(context, fields, choice.shown, truncates=truncates)
     generation = await check_fields(
         request, lambda: start_generation(request, fields, [prompt], params, "chatcmpl", name)
     )

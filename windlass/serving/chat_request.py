@@ -88,8 +88,13 @@ class ToolChoice:
         return parsed
 
 
-async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[ChatTool]) -> list[int]:
+async def encode_chat(
+    context: ServerContext, fields: ChatFields, tools: list[ChatTool], *, truncates: bool = False
+) -> list[int]:
     """Return the tokens of a conversation.
+
+    Args:
+        truncates: True: the caller keeps a part of the tokens: see `encode_text`.
 
     Raises:
         ApiError: fields contradict each other, the messages are invalid or too long, or the chat template is missing or
@@ -125,7 +130,7 @@ async def encode_chat(context: ServerContext, fields: ChatFields, tools: list[Ch
             template_arguments=arguments,
         )
     )
-    return await encode_text(context, text, bool(fields.add_special_tokens), "messages")
+    return await encode_text(context, text, bool(fields.add_special_tokens), "messages", truncates=truncates)
 
 
 def choose_tools(fields: ChatRequest, form: str) -> ToolChoice:

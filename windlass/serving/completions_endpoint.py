@@ -15,6 +15,7 @@ from starlette.responses import Response
 from windlass.base.text import one_line
 from windlass.inference.detokenizer import text_offsets
 from windlass.inference.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from windlass.inference.sampling_params import SamplingParams
 from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.event_stream import DONE, encode_event, start_event_stream, until_disconnect
 from windlass.serving.generation import AnswerPiece, AnswerProgress, Generation, encode_text, start_generation
@@ -53,10 +54,16 @@ async def create_completion(request: Request) -> Response:
     fields, given = await read_request(
         request, context.settings.max_body_bytes, lambda data: _check(context, CompletionRequest.parse(data))
     )
-    special = fields.add_special_tokens is not False
-    prompts = [one if isinstance(one, list) else await encode_text(context, one, special, "prompt") for one in given]
-    texts = [one if isinstance(one, str) else None for one in given]
+    special, truncates = fields.add_special_tokens is not False, fields.truncate_prompt_tokens is not None
+    prompts = [
+        one if isinstance(one, list) else await encode_text(context, one, special, "prompt", truncates=truncates)
+        for one in given
+    ]
     generation = await check_fields(request, lambda: _start(request, fields, prompts))
+    texts = [
+        one if isinstance(one, str) and len(kept) == len(whole) else None
+        for one, whole, kept in zip(given, prompts, generation.prompts, strict=True)
+    ]
     completion = _Completion(generation, fields, texts, context.engine.tokenizer)
     if fields.stream:
         return await start_event_stream(request, completion.events())
@@ -67,8 +74,13 @@ def _start(request: Request, fields: CompletionRequest, prompts: list[list[int]]
     if fields.suffix:
         raise ApiError(400, "suffix is not supported; leave it out", parameter="suffix", code="unsupported_parameter")
     max_tokens = fields.max_tokens
+    context: ServerContext = request.app.state.context
+    if fields.truncate_prompt_tokens is not None:  # before the default of `max_tokens`, which depends on the lengths
+        cut = SamplingParams(
+            max_tokens=max_tokens or _DEFAULT_MAX_TOKENS, truncate_prompt_tokens=fields.truncate_prompt_tokens
+        )
+        prompts = [cut.truncate_prompt(prompt, context.engine.max_model_len) for prompt in prompts]
     if max_tokens is None:
-        context: ServerContext = request.app.state.context
         left = context_left(context, prompts)
         allowed = min(_DEFAULT_MAX_TOKENS, left, context.settings.max_output_tokens or left)
         max_tokens = max(allowed, fields.min_tokens or 0)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.base.errors import EngineOverloadedError
+from windlass.inference.sampling_params import check_truncation
 from windlass.serving.api_errors import ApiError, json_response
 from windlass.serving.completions_endpoint import normalize_prompts
 from windlass.serving.event_stream import until_disconnect
@@ -26,12 +27,14 @@ class EmbeddingRequest(RequestModel):
         input: a text, a list of texts, token ids, or a list of lists of token ids.
         encoding_format: "float", or "base64" for little-endian float32.
         dimensions: length of shortened vectors; refused.
+        truncate_prompt_tokens: number of tokens of each text that are kept, from its end; -1: the context window.
     """
 
     input: Any
     model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 async def create_embeddings(request: Request) -> Response:
@@ -40,9 +43,14 @@ async def create_embeddings(request: Request) -> Response:
     fields, form, given = await read_request(
         request, context.settings.max_body_bytes, lambda data: _check(context, EmbeddingRequest.parse(data))
     )
-    prompts = [one if isinstance(one, list) else await encode_text(context, one, True, "input") for one in given]
+    kept, window = fields.truncate_prompt_tokens, context.engine.max_model_len
+    prompts = [
+        one if isinstance(one, list) else await encode_text(context, one, True, "input", truncates=kept is not None)
+        for one in given
+    ]
+    if kept is not None:
+        prompts = [prompt[-(window if kept == -1 else kept) :] for prompt in prompts]
     for index, prompt in enumerate(prompts):
-        window = context.engine.max_model_len
         if not prompt:
             raise ApiError(400, f"input.{index} has no tokens; send some text", parameter="input")
         if len(prompt) > window:
@@ -78,6 +86,7 @@ def _check(context: ServerContext, fields: EmbeddingRequest) -> tuple[EmbeddingR
             parameter="dimensions",
             code="unsupported_parameter",
         )
+    check_truncation(fields.truncate_prompt_tokens)
     form = fields.encoding_format or "float"
     if form not in ("float", "base64"):
         raise ApiError(400, f"encoding_format is {form[:80]!r}; write float or base64", parameter="encoding_format")

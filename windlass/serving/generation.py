@@ -22,6 +22,7 @@ from windlass.serving.request_fields import SamplingFields
 from windlass.serving.server_context import ServerContext
 
 _MAX_ENTRIES = 2**21
+_MOST_WINDOWS = 16  # length of the longest text of which a part is kept, in context windows
 NO_TOKENIZER = "the model has no tokenizer"
 
 
@@ -203,6 +204,7 @@ def start_generation(
     context: ServerContext = request.app.state.context
     _check_entries(params, len(prompts))
     field = "prompt" if kind == "cmpl" else "messages"
+    prompts = [params.truncate_prompt(prompt, context.engine.max_model_len) for prompt in prompts]
     return Generation(
         context,
         request_id=request.state.request_id,
@@ -260,11 +262,14 @@ def _bounded(context: ServerContext, prompt: list[int], params: SamplingParams, 
     return params
 
 
-async def encode_text(context: ServerContext, text: str, add_special_tokens: bool, field: str) -> list[int]:
+async def encode_text(
+    context: ServerContext, text: str, add_special_tokens: bool, field: str, *, truncates: bool = False
+) -> list[int]:
     """Return the tokens of a text.
 
     Args:
         field: name of the request's field with the text.
+        truncates: True: the caller keeps a part of the tokens, so the text may be some times longer than the window.
 
     Raises:
         ApiError: the model has no tokenizer, or none that has tokens for all of the text; the text is not valid
@@ -274,7 +279,7 @@ async def encode_text(context: ServerContext, text: str, add_special_tokens: boo
     if tokenizer is None:
         raise ApiError(400, f"{NO_TOKENIZER}; send token ids", code="no_tokenizer")
     least = context.least_tokens(text)
-    if least > window:  # megabytes of text would occupy the tokenizer for seconds
+    if least > window * (_MOST_WINDOWS if truncates else 1):  # megabytes of text would occupy the tokenizer for seconds
         raise ApiError(
             400,
             f"the text of {len(text):,} characters has at least {least:,} tokens; this model's maximum context length "

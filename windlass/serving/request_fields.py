@@ -53,7 +53,6 @@ _REFUSED = {
     "store": "the server keeps no answers; write false",
     "thinking": "pass the template's own switch in chat_template_kwargs",
     "thinking_token_budget": "pass the template's own switch in chat_template_kwargs",
-    "truncate_prompt_tokens": "shorten the prompt",
     "use_beam_search": "beam search is not served",
     "verbosity": "leave it out",
     "vllm_xargs": "the server runs no code of requests",
@@ -246,6 +245,7 @@ class SamplingFields(CommonSamplingFields):
 
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
 
@@ -260,6 +260,7 @@ class SamplingFields(CommonSamplingFields):
         *("n", "best_of", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
         *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
         *("min_tokens", "skip_special_tokens", "allowed_token_ids", "bad_words", "prompt_logprobs"),
+        "truncate_prompt_tokens",
     )
 
     def sampling_params(self, **values: Any) -> SamplingParams:
