@@ -147,7 +147,8 @@ def transport(
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
     """Measure samples per second and run time over shared memory and gloo; on GPUs, over nccl with InfiniBand, shared
-    memory and peer-to-peer each on and off. With --collectives: latency, algorithm and bus bandwidth."""
+    memory and peer-to-peer each on and off. With --collectives: latency, algorithm and bus bandwidth, and the link of
+    a rank in the cluster file of OUT, for `windlass simulate`."""
     if collectives is not None:
         from windlass.cli.benches import collective_bench
         from windlass.cli.benches.bench_launch import default_nproc
@@ -177,7 +178,8 @@ def disk(
     rounds: RoundsOption = 2,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Measure the disk tier with each setting of the section aio, and write the fastest section."""
+    """Measure the disk tier with each setting of the section aio, and write the fastest section. Set the rates of the
+    disks in the cluster file of OUT, for `windlass simulate`."""
     from windlass.cli.benches import disk_bench
     from windlass.compat.ds_io import parse_size
 
@@ -193,9 +195,8 @@ def device(
     size: Annotated[int, typer.Option(min=16, max=1 << 15, help="Rows and columns of a product's factors.")] = 2048,
     out: OutOption = _DEFAULT_OUT,
 ) -> None:
-    """Measure matrix products, attention, memory and the smallest operation of this device, and write the section
-    `[device]` of a cluster file for `windlass simulate`. A CPU is measured with this process's threads
-    (OMP_NUM_THREADS).
+    """Measure matrix products, attention, memory and the smallest operation of this device, and set `[device]` in the
+    cluster file of OUT, for `windlass simulate`. A CPU is measured with this process's threads (OMP_NUM_THREADS).
     """
     from windlass.cli.benches import device_bench
 

@@ -19,7 +19,7 @@ from windlass.simulate.cluster_file import load_cluster
 from windlass.simulate.goodput import Goodput, expected_goodput
 from windlass.simulate.hardware_parts import parse_seconds
 from windlass.simulate.layer_work import CHECKPOINTING
-from windlass.simulate.model_states import checkpoint_bytes, state_bytes_of_rank
+from windlass.simulate.model_states import checkpoint_bytes, state_bytes_of_rank, states_fit
 from windlass.simulate.predict_step import predict_kinds, predict_work
 from windlass.simulate.step_prediction import StepPrediction
 from windlass.simulate.step_workload import StepWork, describe_step
@@ -71,7 +71,9 @@ def simulate(
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the model.")
     ] = False,
 ) -> None:
-    """Predict the time of a training step of MODEL on a cluster: MFU, waits, bytes by link. Starts no rank."""
+    """Predict the time of a training step of MODEL on a cluster: MFU, waits, bytes by link. Starts no rank. Exit code
+    1: the model states fit the devices with none of the numbers of ranks.
+    """
     if (model is None) == (shape is None):
         raise ConfigError("the model is missing or given twice; give MODEL or --shape, not both")
     if checkpointing is not None and checkpointing not in CHECKPOINTING:
@@ -98,6 +100,8 @@ def simulate(
             {
                 **one.as_json(),
                 "state_bytes": state_bytes_of_rank(work, place),
+                "device_memory": place.device.memory,
+                "states_fit": states_fit(work, place),
                 "goodput": good.as_json() if good else None,
                 "kinds": [asdict(kind) for kind in predict_kinds(work, place)],
             }
@@ -105,7 +109,7 @@ def simulate(
         ]
         typer.echo(json.dumps(rows if len(rows) > 1 else rows[0], indent=1))
     else:
-        for table in step_tables([(one, good) for one, _, _, good in found]):
+        for table in step_tables([(one, good, states_fit(work, place)) for one, work, place, good in found]):
             console.print(table)
         last, work, place, good = found[-1]
         console.print(wait_table(last))
@@ -117,6 +121,8 @@ def simulate(
         write_trace(found[-1][0], trace)
     if picture is not None:
         draw_timeline(found[-1][0], picture)
+    if not any(states_fit(work, place) for _, work, place, _ in found):
+        raise typer.Exit(1)
 
 
 def _build(model: str | None, shape: str | None, trust_remote_code: bool) -> Any:

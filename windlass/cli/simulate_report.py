@@ -12,7 +12,7 @@ from windlass.base.log import logger
 from windlass.cli.plan_report import format_size
 from windlass.simulate.cluster import Cluster
 from windlass.simulate.goodput import Goodput
-from windlass.simulate.model_states import state_bytes_of_rank
+from windlass.simulate.model_states import state_bytes_of_rank, states_fit
 from windlass.simulate.step_prediction import KindPrediction, Span, StepPrediction
 from windlass.simulate.step_workload import StepWork
 
@@ -34,20 +34,20 @@ def format_time(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:,.1f} us"
 
 
-def step_tables(predictions: list[tuple[StepPrediction, Goodput | None]]) -> list[Table]:
+def step_tables(predictions: list[tuple[StepPrediction, Goodput | None, bool]]) -> list[Table]:
     """Return tables with a column for each number of ranks, at most `_RANK_COLUMNS` in one table, so that it
-    fits 80 characters.
+    fits 80 characters. The bool is that of `states_fit`.
     """
     return [
         _step_table(predictions[first : first + _RANK_COLUMNS]) for first in range(0, len(predictions), _RANK_COLUMNS)
     ]
 
 
-def _step_table(predictions: list[tuple[StepPrediction, Goodput | None]]) -> Table:
+def _step_table(predictions: list[tuple[StepPrediction, Goodput | None, bool]]) -> Table:
     table = Table(title="one step", title_justify="left")
     table.add_column("ranks")
     rows: dict[str, list[str]] = {}
-    for one, good in predictions:
+    for one, good, fits in predictions:
         table.add_column(f"{one.world_size:,}", justify="right")
         longest = max(one.waits, key=lambda kind: one.waits[kind], default="")
         cells = {
@@ -59,6 +59,7 @@ def _step_table(predictions: list[tuple[StepPrediction, Goodput | None]]) -> Tab
             "compute": f"{one.compute_seconds / one.seconds:.1%}",
             "waits": f"{sum(one.waits.values()) / one.seconds:.1%}",
             "longest wait": f"{longest} {one.waits[longest] / one.seconds:.1%}" if longest else "",
+            "model states": "fit" if fits else "do not fit",
         }
         if good is not None:
             cells["goodput"] = f"{good.goodput:.1%}"
@@ -104,11 +105,15 @@ def kinds_table(kinds: list[KindPrediction]) -> Table:
 
 def fit_line(work: StepWork, cluster: Cluster) -> str:
     """Return one line that compares the size of a rank's model states on its device with the device's memory."""
-    held = state_bytes_of_rank(work, cluster)
-    verdict = "do not fit into" if held > cluster.device.memory else "of"
+    fits, held = states_fit(work, cluster), format_size(state_bytes_of_rank(work, cluster))
+    advice = (
+        "activations not counted; windlass plan counts them"
+        if fits
+        else "take more ranks, a higher ZeRO stage or offloading; windlass plan --choose tries these in turn"
+    )
     return (
-        f"parameters, gradients and states of a rank on its device: {format_size(held)} {verdict} "
-        f"{format_size(cluster.device.memory)} (activations not counted; windlass plan counts them)"
+        f"parameters, gradients and states of a rank on its device: {held} {'of' if fits else 'do not fit into'} "
+        f"{format_size(cluster.device.memory)} ({advice})"
     )
 
 

@@ -94,6 +94,8 @@ def parse_cluster(data: Mapping[str, Any], source: str, world_size: int = 1) -> 
         host = replace(host, memory_rate=device.memory_rate * device.memory_efficiency * host.devices)
     needed = -(-world_size // host.devices)
     hosts = reader.integer(data, "hosts", needed, most=MAX_HOSTS)
+    if hosts > 1 and "nic" not in table and "part" not in table and base is None:
+        raise reader.missing_link("nic")
     links = reader.links(data, hosts, host.devices)
     network = reader.network(reader.table(data, "network"), base.topology if base else "switch", links)
     cluster = Cluster(
@@ -214,8 +216,8 @@ class _Reader:
             missing = [key for key in ("flops", "memory", "memory_rate") if key not in table]
             if missing:
                 raise ConfigError(
-                    f"{self._source}: device.{missing[0]} is missing; write it, or device.part = one of "
-                    f"{', '.join(DEVICES)}"
+                    f"{self._source}: device.{missing[0]} is missing; write it (`windlass bench device` measures it), "
+                    f"or device.part = one of {', '.join(DEVICES)}"
                 )
         part = DEVICES[name] if name is not None else DevicePart("device", {}, 1, 1.0)
         flops = table.get("flops", part.flops)
@@ -253,12 +255,9 @@ class _Reader:
         part = HOSTS[name] if name is not None else None
         device_link = self.link(table, "device_link", part.device_link if part else None)
         nic = self.link(table, "nic", part.nic if part else None)
-        if device_link is None or nic is None:
-            key = "device_link" if device_link is None else "nic"
-            raise ConfigError(
-                f'{self._source}: host.{key} is missing; write e.g. {key} = "25GB/s", or host.part = one of '
-                f"{', '.join(HOSTS)}"
-            )
+        if device_link is None:
+            raise self.missing_link("device_link", " (`windlass bench transport --collectives all` measures it)")
+        nic = nic or device_link  # without a part, `parse_cluster` refuses a second host
         part = part or HostPart("host", 1, device_link, nic)
         mesh = table.get("mesh", part.mesh)
         if mesh not in _MESHES:
@@ -275,6 +274,13 @@ class _Reader:
             disk_read=self.rate(table, "disk_read", part.disk_read, "host."),
             disk_write=self.rate(table, "disk_write", part.disk_write, "host."),
             axis_links=self.axis_links(table, device_link),
+        )
+
+    def missing_link(self, key: str, hint: str = "") -> ConfigError:
+        """Return an error for a host without the link that `key` names."""
+        return ConfigError(
+            f'{self._source}: host.{key} is missing; write e.g. {key} = "25GB/s"{hint}, or host.part = one of '
+            f"{', '.join(HOSTS)}"
         )
 
     def axis_links(self, table: dict[str, Any], device_link: LinkPart) -> dict[str, LinkPart]:

@@ -39,6 +39,11 @@ def state_bytes_of_rank(work: StepWork, cluster: Cluster) -> int:
     return total
 
 
+def states_fit(work: StepWork, cluster: Cluster) -> bool:
+    """Return True if the parameters, gradients and states of a rank fit the memory of its device."""
+    return state_bytes_of_rank(work, cluster) <= cluster.device.memory
+
+
 def checkpoint_bytes(work: StepWork) -> int:
     """Return the bytes of a checkpoint: master weights and optimizer states of the full model."""
     return work.shape.numel * ((work.master_bytes or work.volumes.parameter_bytes) + work.state_bytes)

@@ -57,6 +57,21 @@ def test_json_of_a_model_directory(tmp_path: Path) -> None:
     assert found["seconds"] > 0 and found["state_bytes"] > 0 and found["waits"]
 
 
+def test_states_that_do_not_fit_end_with_code_1(tmp_path: Path) -> None:
+    shape = ["--shape", "7b", "--cluster", "dgx-a100", "--length", "16"]  # 7 x 16 bytes of bf16 training, 80 GB devices
+    code, text = run(*shape, "--world-size", "2")
+    assert code == 1 and "do not fit into" in text and "take more ranks, a higher ZeRO stage" in text
+    code, text = run(*shape, "--world-size", "2", "--json")
+    found = json.loads(text)
+    assert code == 1 and not found["states_fit"] and found["state_bytes"] > found["device_memory"]
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}})
+    )
+    code, text = run(*shape, "--config", str(tmp_path / "ds.json"), "--world-size", "1,8")
+    (row,) = [line for line in text.splitlines() if "model states" in line]
+    assert code == 0 and row.split("│")[2:4] == [" do not fit ", "        fit "]
+
+
 def test_wrong_options_name_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give MODEL or --shape"):
         run()

@@ -128,7 +128,12 @@ def test_links_between_switches_with_hyphens_stay_apart(tmp_path: Path) -> None:
         ("[device]\npart = ['h100']", "device.part = ['h100'] is not a known device"),
         ("cluster = 'cpu'\n[host]\npart = {}", "host.part = {} is not a known host"),
         ("cluster = 'cpu'\n[network]\nshape = [true, 2]", "network.shape = [True, 2] is not a list of sides"),
-        ("[device]\nflops = {bf16 = 1}", "device.memory is missing"),
+        ("[device]\nflops = {bf16 = 1}", "device.memory is missing; write it (`windlass bench device` measures it)"),
+        ("[device]\npart = 'h100'", 'host.device_link is missing; write e.g. device_link = "25GB/s" (`windlass bench'),
+        (
+            "[device]\npart = 'h100'\n[host]\ndevices = 4\ndevice_link = '1GB/s'",
+            "host.nic is missing; write e.g. nic =",
+        ),
         ("cluster = 'dgx-h100'\nspeed = 3", "speed = 3 is not a key; the keys are cluster"),
         ("cluster = 'dgx-h100'\n[network]\ntopology = 'star'", "network.topology = 'star' does not exist"),
         ("cluster = 'dgx-h100'\n[network]\ntopology = 'links'", "network.topology = 'links' needs [[links]]"),
@@ -157,7 +162,7 @@ def test_mistakes_name_the_key_its_value_and_the_fix(tmp_path: Path, text: str, 
 
 def test_a_measured_device_is_a_section_of_a_cluster_file(tmp_path: Path) -> None:
     run_device_bench(parse_dtypes("fp32, bf16,fp32"), 64, tmp_path)
-    found = load(tmp_path, (tmp_path / "device.toml").read_text() + '[host]\npart = "cpu-host"\n', world=2)
+    found = load(tmp_path, (tmp_path / "cluster.toml").read_text() + '[host]\npart = "cpu-host"\n', world=2)
     assert isinstance(found, Cluster)
     measured = json.loads((tmp_path / "device.json").read_text())
     assert set(measured["flops"]) == set(found.device.flops) == {"fp32", "bf16"}

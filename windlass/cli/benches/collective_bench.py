@@ -18,6 +18,7 @@ from windlass.base.errors import CommunicationError
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
 from windlass.cli.benches.line_chart import LinePanel, draw_lines
+from windlass.cli.benches.measured_cluster import CLUSTER_FILE, link_values, measured_device_link, set_measured
 from windlass.cli.benches.rank_pool import RankPool
 from windlass.comm.bootstrap import init_distributed
 from windlass.compat.collective_benchmark import OPERATIONS, CollectiveSettings, measure_collectives
@@ -62,7 +63,8 @@ def parse_settings(operations: str, sizes: str, dtypes: str, trials: int, nproc:
 
 
 def run_collective_bench(settings: CollectiveSettings, nproc: int, out: Path) -> None:
-    """Measure collectives on newly started ranks, print a table, and write a JSON file and a picture."""
+    """Measure collectives on newly started ranks, print a table, write a JSON file and a picture, and set the link of
+    the ranks in `cluster.toml`."""
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads_per_rank(nproc)))}
     env["WINDLASS_LOG_LEVEL"] = "WARNING"
     with RankPool(partial(CollectiveWorker, settings), nproc, label="the measurement of collectives", env=env) as ranks:
@@ -73,7 +75,15 @@ def run_collective_bench(settings: CollectiveSettings, nproc: int, out: Path) ->
     result = {"bench": "collectives", "ranks": nproc, "backend": answers[0]["backend"], "rows": rows}
     written = write_result(out / "collectives.json", result)
     drawn = draw_lines(_panels(rows), out / "collectives.png", f"windlass bench transport --collectives, {nproc} ranks")
-    console.print(f"written: {written}{' and its .png' if drawn else ''}", soft_wrap=True)
+    shown = f"written: {written}{' and its .png' if drawn else ''}"
+    if (link := measured_device_link(rows, nproc)) is not None:
+        values = link_values(link)
+        set_measured(out / CLUSTER_FILE, "host", {"devices": nproc, "device_link": values})
+        shown += (
+            f"; \\[host] of {out / CLUSTER_FILE}, for windlass simulate, has the link of a rank: "
+            f"{values['rate']} after {values['latency']}"
+        )
+    console.print(shown, soft_wrap=True)
 
 
 def _slowest_rows(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:

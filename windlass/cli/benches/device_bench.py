@@ -1,5 +1,5 @@
-"""Experiment of `windlass bench device`: measure the rates of matrix products, attention and memory, and print them as
-the `[device]` section of a cluster file."""
+"""Experiment of `windlass bench device`: measure the rates of matrix products, attention and memory, and write them
+into the table `[device]` of a cluster file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
-from windlass.base.atomic_file import write_atomically
 from windlass.base.compute_device import local_device, synchronized_time
 from windlass.base.dtypes import dtype_name, parse_dtype
 from windlass.base.errors import ConfigError
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
+from windlass.cli.benches.measured_cluster import CLUSTER_FILE, set_measured
 
 _COPIED = 256 << 20  # bytes: more than caches hold
 _HEADS, _TOKENS, _FEATURES = 8, 1024, 64
@@ -46,21 +47,18 @@ class DeviceRates:
     launch_seconds: float
     memory: int
 
-    def as_section(self) -> str:
-        """Return the section `[device]` of a cluster file. Its rates are measured ones, not peak rates, so the
-        efficiencies of products and memory are 1."""
-        flops = ", ".join(f'{name} = "{rate / 1e9:.6g}GFLOP/s"' for name, rate in self.flops.items())
-        lines = [
-            "[device]",
-            f"flops = {{{flops}}}",
-            f'memory = "{self.memory >> 20}MiB"',
-            f'memory_rate = "{self.memory_rate / 1e9:.6g}GB/s"',
-            "matmul_efficiency = 1.0",
-            "memory_efficiency = 1.0",
-            f"attention_efficiency = {self.attention_share:.3f}",
-            f'launch = "{self.launch_seconds * 1e6:.3f}us"',
-        ]
-        return "\n".join(lines) + "\n"
+    def cluster_values(self) -> dict[str, Any]:
+        """Return the values of the table `[device]` of a cluster file. Its rates are measured ones, not peak rates, so
+        the efficiencies of products and memory are 1."""
+        return {
+            "flops": {name: f"{rate / 1e9:.6g}GFLOP/s" for name, rate in self.flops.items()},
+            "memory": f"{self.memory >> 20}MiB",
+            "memory_rate": f"{self.memory_rate / 1e9:.6g}GB/s",
+            "matmul_efficiency": 1.0,
+            "memory_efficiency": 1.0,
+            "attention_efficiency": round(self.attention_share, 3),
+            "launch": f"{self.launch_seconds * 1e6:.3f}us",
+        }
 
 
 def parse_dtypes(text: str) -> list[torch.dtype]:
@@ -73,8 +71,7 @@ def parse_dtypes(text: str) -> list[torch.dtype]:
 
 
 def run_device_bench(dtypes: Sequence[torch.dtype], size: int, out: Path) -> None:
-    """Measure this process's device, print the rates and the section `[device]`, and write `device.json` and
-    `device.toml`."""
+    """Measure this process's device, print the rates, write `device.json`, and set `[device]` in `cluster.toml`."""
     device = local_device()
     rates = measure_device(device, dtypes, size)
     console = bench_console()
@@ -87,13 +84,9 @@ def run_device_bench(dtypes: Sequence[torch.dtype], size: int, out: Path) -> Non
     table.add_row("copy, reads and writes", f"{rates.memory_rate / 1e9:,.2f} GB/s")
     table.add_row("smallest operation", f"{rates.launch_seconds * 1e6:,.2f} us")
     console.print(table)
-    console.print(rates.as_section(), soft_wrap=True, markup=False, highlight=False)
     written = write_result(out / "device.json", {"bench": "device", "device": str(device), "size": size, **vars(rates)})
-    write_atomically(out / "device.toml", rates.as_section())
-    console.print(
-        f"written: {written} and {out / 'device.toml'}, the section of a cluster file for `windlass simulate`",
-        soft_wrap=True,
-    )
+    set_measured(out / CLUSTER_FILE, "device", rates.cluster_values())
+    console.print(f"written: {written}, and \\[device] of {out / CLUSTER_FILE}, for windlass simulate", soft_wrap=True)
 
 
 def measure_device(device: torch.device, dtypes: Sequence[torch.dtype], size: int) -> DeviceRates:

@@ -13,6 +13,7 @@ from windlass.base.atomic_file import write_atomically
 from windlass.base.errors import StorageError
 from windlass.cli.benches.bench_console import bench_console
 from windlass.cli.benches.bench_results import write_result
+from windlass.cli.benches.measured_cluster import CLUSTER_FILE, set_measured
 from windlass.compat.ds_io import measurement_as_data, parse_size
 from windlass.storage.disk_sweep import DiskMeasurement, DiskSetting, best_measurement, sweep
 
@@ -31,8 +32,8 @@ def parse_settings(block_sizes: str, queue_depths: str, threads: str) -> list[Di
 def run_disk_bench(
     folders: Sequence[Path], settings: Sequence[DiskSetting], nbytes: int, rounds: int, out: Path
 ) -> None:
-    """Measure the disks with each setting, print the rates and the best `aio` section, and write `disk.json` and
-    `aio.json` to `out`.
+    """Measure the disks with each setting, print the rates and the best `aio` section, write `disk.json` and
+    `aio.json` to `out`, and set the rates of the disks in `cluster.toml` there.
 
     Raises:
         StorageError: there is no folder, or one is missing, not writable or too full.
@@ -55,7 +56,13 @@ def run_disk_bench(
     }
     written = write_result(out / "disk.json", {**data, "best": section})
     write_atomically(out / "aio.json", json.dumps(section, indent=1) + "\n")
-    console.print(f"written: {written} and {out / 'aio.json'}, the section for a configuration", soft_wrap=True)
+    rates = {"disk_read": best.read_rate, "disk_write": best.write_rate}
+    set_measured(out / CLUSTER_FILE, "host", {key: f"{rate / 1e9:.6g}GB/s" for key, rate in rates.items()})
+    console.print(
+        f"written: {written}, {out / 'aio.json'}, the section for a configuration, and \\[host] of "
+        f"{out / CLUSTER_FILE}, for windlass simulate",
+        soft_wrap=True,
+    )
 
 
 def _result_table(found: Sequence[DiskMeasurement], best: DiskMeasurement) -> Table:
