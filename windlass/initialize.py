@@ -215,6 +215,8 @@ def build_engine(
         logger.warning(warning)
     try:
         engine.lr_scheduler = _build_lr_scheduler(engine, lr_scheduler, config)
+        if config.compile.enabled:
+            engine.compile(config.compile.backend, config.compile.kwargs)
     except Exception:  # raised on every rank
         engine.destroy()
         raise

@@ -280,6 +280,7 @@ def manners(kind: str) -> dict[str, Any]:
         "backward": lambda: engine.backward(x.sum()),
         "step": lambda: engine.step(),
         "no_sync": lambda: engine.no_sync(),
+        "compile": lambda: engine.compile(backend="eager"),
         "nothing": lambda: engine.train_batch(),
         "few": lambda: engine.train_batch(iter([(x, y)])),
         "no pair": lambda: engine.train_batch(iter([x, x])),

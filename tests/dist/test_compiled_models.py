@@ -77,10 +77,18 @@ def compiled(ways: list[str], stage: int) -> list[dict[str, Tensor]]:
             "gradient_clipping": 0.0,
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         }
+        if way == "by configuration":
+            config["compile"] = {"enabled": True, "backend": BACKEND, "kwargs": {"dynamic": False}}
         engine, optimizer = windlass.initialize(model=model, config=config)[:2]
+        assert engine.is_compiled == (way == "by configuration")
         if way == "after initialize":
             engine.module.compile(backend=BACKEND)
-        doors = {"wrapped": model.zero_grad, "in place": optimizer.zero_grad, "after initialize": engine.zero_grad}
+        doors = {
+            "by configuration": model.zero_grad,
+            "wrapped": model.zero_grad,
+            "in place": optimizer.zero_grad,
+            "after initialize": engine.zero_grad,
+        }
 
         def backward(step: int, micro: int, engine: Any = engine) -> None:
             engine.backward(engine(batch(step, micro, dist.get_rank())))
@@ -88,12 +96,16 @@ def compiled(ways: list[str], stage: int) -> list[dict[str, Tensor]]:
         script(backward, doors[way], engine.step)
         results.append({name.removeprefix("_orig_mod."): value for name, value in engine.full_state_dict().items()})
         engine.destroy()
+        assert not engine.is_compiled and (way == "wrapped" or "forward" not in model.__dict__)
     return results
 
 
 @pytest.mark.parametrize(
     ("stage", "ways"),
-    [pytest.param(1, ["in place"], marks=pytest.mark.slow), (3, ["wrapped", "in place", "after initialize"])],
+    [
+        pytest.param(1, ["in place", "by configuration"], marks=pytest.mark.slow),
+        (3, ["wrapped", "in place", "after initialize", "by configuration"]),
+    ],
     ids=str,
 )
 def test_a_compiled_model_trains_as_plain(stage: int, ways: list[str]) -> None:

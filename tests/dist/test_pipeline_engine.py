@@ -187,6 +187,7 @@ def test_queries_and_refusals_of_a_pipeline_engine(kind: str) -> None:
         for name in ("forward", "backward", "step", "no_sync"):
             assert f"ModelError: engine.{name}() is not available for a pipeline" in result[name]
             assert "engine.train_batch(data_iter)" in result[name]
+        assert "ModelError: a pipeline's engine does not compile its module" in result["compile"]
         assert "DataError: train_batch has nothing to read" in result["nothing"]
         assert "needs 2 micro-batches (gradient_accumulation_steps), and its iterator ended after 1" in result["few"]
         assert "is a pair (inputs, labels), not a Tensor" in result["no pair"]

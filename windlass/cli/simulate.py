@@ -51,7 +51,9 @@ def simulate(
             help="Activation checkpointing: none, full or selective. [full if activation_checkpointing.enabled is true]"
         ),
     ] = None,
-    compiled: Annotated[bool, typer.Option("--compiled", help="The model is compiled: operations are fused.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="The model is compiled: operations are fused. [compile.enabled]")
+    ] = False,
     fp8: Annotated[bool, typer.Option("--fp8", help="Linear layers compute in FP8.")] = False,
     step: Annotated[
         int, typer.Option(min=1, help="Number of the step, for optimizers whose steps differ, such as OneBitAdam.")

@@ -166,7 +166,6 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         self.tput_timer = ThroughputTimer(self._config.timers.throughput, batch_size=self.train_batch_size())
         if isinstance(self.training_dataloader, DeepSpeedDataLoader):
             self.training_dataloader.tput_timer = self.tput_timer
-        self._compiled: list[tuple[nn.Module, Any]] = []  # module, and the `forward` that a script set on it or None
         if self._optimizer is not None:
             self._add_optimizer_attributes(self._optimizer)
         elif self.zero_optimization_stage() == 3:
@@ -597,11 +596,6 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         """True if gradients are averaged over ranks, not summed."""
         return self._config.gradient_allreduce_op == "mean"
 
-    @property
-    def is_compiled(self) -> bool:
-        """True if `compile` was called."""
-        return bool(self._compiled)
-
     def is_first_weights_partition_group(self) -> bool:
         """Return True if this rank is in the first group of ranks that together hold all weights."""
         return self._sharded.mesh.dense.replicate.index == 0
@@ -664,11 +658,7 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the module in place with torch.compile. A second call does nothing.
-
-        Below stage 3 this compiles the module's forward. At stage 3, where hooks unshard and reshard weights between
-        blocks, it compiles the forward of each innermost block. `backend` takes precedence over the one in
-        `compile_kwargs`.
+        """Compile the module in place like `Engine.compile`.
 
         Raises:
             NotBuiltError: a DeepCompile schedule, or compiled autograd, is requested.
@@ -678,25 +668,10 @@ class DeepSpeedEngine(ParallelStateQueries, CheckpointFileNames, FullStateDicts,
                 "engine.compile: schedules of DeepCompile and compiled autograd are not built; leave out schedule and "
                 "compiled_autograd_enabled"
             )
-        if self.is_compiled:
-            return
-        options = {**(compile_kwargs or {}), "backend": backend}
-        if "backend" in (compile_kwargs or {}):
-            logger.warning("engine.compile uses backend %r, not that of compile_kwargs; pass it as backend", backend)
-        for module in self._sharded.compile_safe():
-            compiled = torch.compile(module.forward, **options)  # raises for an unknown backend or option
-            self._compiled.append((module, module.__dict__.get("forward")))
-            module.forward = compiled
+        super().compile(backend, compile_kwargs)
 
     def destroy(self) -> None:
-        """Destroy the engine like `Engine.destroy`, undo `compile`, and close the monitor."""
-        compiled = self.__dict__.get("_compiled", [])  # absent if `initialize` failed half-way
-        for module, forward in compiled:
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward
-        compiled.clear()
+        """Destroy the engine like `Engine.destroy`, and close the monitor."""
         if self._script_monitor is not None:
             self._script_monitor.close()
         super().destroy()

@@ -184,7 +184,8 @@ class Config(ConfigSection):
     """Log of collectives."""
     flops_profiler: FlopsProfiler = honoured(FlopsProfiler)
     """Floating-point operations of one step, by module."""
-    compile: CompileConfig = refused(CompileConfig, "")
+    compile: CompileConfig = honoured(CompileConfig)
+    """Compilation of the model."""
     hybrid_engine: HybridEngine = honoured(HybridEngine)
     """Generation during training."""
     weight_quantization: WeightQuantization = honoured(WeightQuantization)

@@ -116,6 +116,13 @@ class PipelineEngine(Engine):
     def _make_input_check(self, sharded: ShardedModel) -> InputConsistencyCheck:
         return _NoInputCheck(sharded.mesh)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raise a ModelError: the module is not compiled as a whole."""
+        raise ModelError(
+            "a pipeline's engine does not compile its module, because the forward of each stage runs other layers; "
+            "leave out engine.compile() and compile.enabled, and compile the layers before initialize"
+        )
+
     # Training and evaluation.
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:

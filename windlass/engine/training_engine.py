@@ -22,6 +22,7 @@ from windlass.checkpoint.async_save import AsyncSave
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.config import BatchSizes, Config
 from windlass.engine.checkpoint_methods import CheckpointMethods
+from windlass.engine.compiled_forwards import CompiledForwards
 from windlass.engine.data_loaders import build_data_loader
 from windlass.engine.engine_observer import EngineObserver
 from windlass.engine.engine_reporter import EngineReporter
@@ -122,6 +123,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._backwards_at_last_step_call = 0  # backwards of the current step, counted when the last `step` call ended
         self._async_save = AsyncSave(sharded.mesh.world.ranks)
         self._destroyed = False
+        self._compiled = CompiledForwards()
         self.saved_tags: set[tuple[str, str]] = set()  # directories and tags of checkpoints that this engine wrote
         self._restore_gc = suspend_garbage_collection() if config.disable_python_gc else _nothing
         self._attach(sharded)
@@ -802,6 +804,26 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             self.training_dataloader = loader
         return loader
 
+    @property
+    def is_compiled(self) -> bool:
+        """True if `compile` was called."""
+        return bool(self._compiled)
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
+        """Compile the module in place with torch.compile. A second call does nothing.
+
+        Below stage 3 this compiles the module's forward. At stage 3, where hooks unshard and reshard weights between
+        blocks, it compiles the forward of each innermost block.
+
+        Args:
+            compile_kwargs: other arguments of `torch.compile`. `backend` takes precedence over one of them.
+        """
+        options = dict(compile_kwargs or {})
+        if options.pop("backend", backend) != backend:
+            logger.warning("engine.compile uses backend %r, not that of compile_kwargs; pass it as backend", backend)
+        if not self._compiled:
+            self._compiled.compile(self._sharded.compile_safe(), backend=backend, **options)
+
     def destroy(self) -> None:
         """Restore the plain model with full parameters and without hooks.
 
@@ -814,6 +836,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
                 stack.callback(self._sharded.destroy)
                 stack.callback(self._async_save.close)
                 stack.callback(self._reporter.close)
+                stack.callback(self._compiled.restore)
                 if self._hybrid is not None:
                     stack.callback(self._hybrid.close)
 

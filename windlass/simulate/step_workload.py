@@ -162,7 +162,7 @@ def describe_step(
         length: Tokens of a sample.
         checkpointing: See `ComputeStyle`; None: `full` if the configuration sets `activation_checkpointing.enabled`,
             else `none`. `parallel.recompute` and `pipeline.activation_checkpoint_interval` always imply `full`.
-        fused, linear_dtype: See `ComputeStyle`.
+        fused, linear_dtype: See `ComputeStyle`. `compile.enabled` of the configuration fuses operations too.
         step: Number of the step, from 1, for an optimizer whose steps differ ([Note: kinds of steps]).
         data_rank, tp_rank: See `StepWork`.
 
@@ -193,7 +193,7 @@ def describe_step(
         checkpointing = "full" if config.activation_checkpointing.enabled else "none"
     if parallel.recompute or pipeline.activation_checkpoint_interval:
         checkpointing = "full"
-    style = ComputeStyle(dtypes.compute_dtype, fused, linear_dtype, checkpointing)
+    style = ComputeStyle(dtypes.compute_dtype, fused or config.compile.enabled, linear_dtype, checkpointing)
     ulysses = parallel.ulysses_size(grid.sp)
     if ulysses is None:
         ulysses = _default_ulysses(shape, grid)

@@ -32,6 +32,7 @@ GATHER_BUCKET = "zero_optimization.allgather_bucket_size"
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 REUSE = "zero_optimization.stage3_max_reuse_distance"
 OVERLAP = "zero_optimization.overlap_comm"
+COMPILE = "compile.enabled"
 PIPELINE_BATCHES = "pipeline.micro_batches"
 """Another spelling of `ACCUMULATION`."""
 
@@ -49,6 +50,7 @@ _SHORT_NAMES = {
     PREFETCH: "pbs",
     REUSE: "reuse",
     OVERLAP: "overlap",
+    COMPILE: "compile",
 }
 _LARGE_BY_DEFAULT = (STATES_RATIO, REDUCE_BUCKET, GATHER_BUCKET, PREFETCH, REUSE, OVERLAP)
 ORDERED_KEYS = (MICRO, TRAIN, STATES_RATIO)
@@ -498,6 +500,7 @@ def _choices_of(key: str, base: dict[str, Any], limits: SearchLimits) -> tuple[A
         PREFETCH: (0, 50_000_000),
         REUSE: (0, 1_000_000_000),
         OVERLAP: (False, True),
+        COMPILE: (False, True),
     }
     return table[key]
 

@@ -234,9 +234,11 @@ def test_one_device_takes_the_sum_of_its_operations(checkpointing: str, bound: s
     assert sum(found.waits.values()) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_checkpointing_follows_the_configuration_unless_it_is_given() -> None:
+def test_checkpointing_and_fusion_follow_the_configuration() -> None:
     enabled = config(activation_checkpointing={"enabled": True})
     assert describe_step(DENSE, config(), 1, LENGTH).style.checkpointing == "none"
+    assert not describe_step(DENSE, config(), 1, LENGTH).style.fused
+    assert describe_step(DENSE, config(compile={"enabled": True}), 1, LENGTH).style.fused
     assert describe_step(DENSE, enabled, 1, LENGTH).style.checkpointing == "full"
     assert describe_step(DENSE, enabled, 1, LENGTH).volumes.recompute
     for given in ("none", "selective"):

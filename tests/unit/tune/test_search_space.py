@@ -89,6 +89,15 @@ def test_a_plain_configuration_searches_the_usual_keys() -> None:
     assert [one.key for one in alone.dimensions] == [STAGE, MICRO, CHECKPOINTING]
 
 
+def test_compilation_is_searched_if_asked_for() -> None:
+    space = build_space(config(compile={"enabled": "auto"}, train_micro_batch_size_per_gpu=[2, 4]), 1, SearchLimits())
+    found = {
+        candidate.name: load_config(space.config_of(candidate)).compile.enabled for candidate in space.candidates()
+    }
+    assert sum(found.values()) == 2 == len(found) - 2
+    assert all(compiles == ("compile" in name) for name, compiles in found.items())
+
+
 def test_a_range_of_the_global_batch() -> None:
     space = build_space(config(zero_optimization={"stage": [0, 1]}), 2, SearchLimits(train_min=8, train_max=32))
     assert {candidate.get(TRAIN) for candidate in space.candidates()} == {8, 16, 32}
