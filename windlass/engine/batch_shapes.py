@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), Enum, torch.dtype, torch.device, torch.Size)
 _DEEPEST = 16  # containers inside each other that are searched
 
 
@@ -37,7 +38,8 @@ class _UnknownValue:
 class BatchShapes:
     """Positional and keyword arguments of a forward, with shapes in place of tensors.
 
-    Lists, tuples, mappings and dataclasses are searched for tensors. Plain values are kept; of others only the type is.
+    Lists, tuples, mappings and dataclasses are searched for tensors. Plain values and functions are kept; of
+    others only the type is.
 
     Attributes:
         first: Shape of the first tensor with two dimensions or more; None: there is none.
@@ -89,7 +91,7 @@ class BatchShapes:
             if self.first is None and value.dim() >= 2:
                 self.first = value.shape
             return _TensorShape(number, value.shape, value.dtype, value.requires_grad)
-        if isinstance(value, _PLAIN):
+        if isinstance(value, _PLAIN) or callable(value):
             return value
         if depth > _DEEPEST:  # a list may contain itself
             return self._without(value)
