@@ -465,6 +465,25 @@ def test_a_rank_holds_its_part_of_a_model_from_sharded_init_that_is_partitioned(
     assert whole // 4 + largest <= found.moments["init"].host["model as built"] < whole
 
 
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ({}, DEVICE),
+        ({"zero": {"offload_param": {"device": "cpu"}}}, HOST),
+        ({"zero": {"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}, DISK),
+        ({"offload": "auto"}, HOST),
+    ],
+)
+def test_shards_of_sharded_init_lie_where_it_stores_them(more: dict[str, Any], place: str) -> None:
+    model, limits = llama(), RankLimits(device=1 << 30, host=1 << 30)
+    found = plan(model, settings(3, **more), 4, target=GPU, sharded_init=True, limits=limits)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    for moment in ("init", "load"):
+        built = {one: found.moments[moment].of(one).get("model as built", 0) for one in (DEVICE, HOST, DISK)}
+        assert {one for one, nbytes in built.items() if nbytes} == {HOST, place}, moment
+        assert built[place] >= whole // 4 and sum(built.values()) < whole
+
+
 def test_each_rank_has_all_buffers_of_a_model_from_sharded_init() -> None:
     config, run = load_config(settings(3)), RunShape(4, 16, sharded_init=True)
     without = plan_memory(llama(), config, run)
