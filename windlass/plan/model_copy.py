@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from windlass.base.errors import ModelError
 from windlass.base.tensor_tree import iterate_tensors
@@ -66,7 +67,19 @@ def _memo(model: nn.Module, empty: Callable[[torch.Tensor], torch.Tensor]) -> di
             like = empty(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_parameter else like
+    for handle in _hook_handles(model):
+        memo[id(handle)] = handle  # torch cannot copy the handle of a hook on a module that is gone
     return memo
+
+
+def _hook_handles(model: nn.Module) -> Iterator[RemovableHandle]:
+    """Yield the handles of hooks that modules keep, alone or in a list or dict."""
+    for module in model.modules():
+        for value in vars(module).values():
+            several = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            yield from (one for one in several if isinstance(one, RemovableHandle))
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -431,6 +431,15 @@ def test_a_pipeline_needs_most_where_its_micro_batches_wait() -> None:
     assert found.moments["step"].host["optimizer states"] < 0.6 * alone.moments["step"].host["optimizer states"]
 
 
+def test_a_pipeline_that_checkpoints_its_layers_is_planned() -> None:
+    """Transformers keeps the handle of a hook on the embedding, which the last stage does not have."""
+    model = llama(num_hidden_layers=4, vocab_size=32)
+    config = {**settings(), "gradient_accumulation_steps": 6, "parallel": {"pp": 2}}
+    plain = plan(model, config, length=64)
+    less = plan(model, {**config, "activation_checkpointing": {"enabled": True}}, length=64)
+    assert less.moments[BACKWARD].total(HOST) < plain.moments[BACKWARD].total(HOST)
+
+
 def test_a_pipeline_stage_that_exceeds_a_limit_is_shown() -> None:
     model = llama(num_hidden_layers=4, vocab_size=32)
     zero = {"offload_optimizer": {"device": "cpu"}}
