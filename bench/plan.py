@@ -55,7 +55,8 @@ def main(
         measured = found[case.name]["measured_bytes"] if predict else _measure(case)
         found[case.name] = {"predicted_bytes": _predict(case), "measured_bytes": measured}
         bench_console().print(_line(case.name, found[case.name]), soft_wrap=True)
-        _write(path, cases, found)  # after each row, so that an interrupted run keeps those before
+        if not predict:
+            _write(path, cases, found)  # after each row, so that an interrupted run keeps those before
     misses = _write(path, cases, found)
     bench_console().print(_table(found))
     bench_console().print(
