@@ -55,15 +55,23 @@ def main(
         measured = found[case.name]["measured_bytes"] if predict else _measure(case)
         found[case.name] = {"predicted_bytes": _predict(case), "measured_bytes": measured}
         bench_console().print(_line(case.name, found[case.name]), soft_wrap=True)
-    misses = [name for name, row in found.items() if abs(_error(row)) > TOLERANCE]
+        if not predict:
+            _write(path, cases, found)  # after each row, so that an interrupted run keeps those before
+    misses = _write(path, cases, found)
     bench_console().print(_table(found))
-    missing = [case.name for case in cases if case.name not in found]
     bench_console().print(
         f"{len(found)} of {len(cases)} rows measured, {len(misses)} miss by more than {TOLERANCE:.0%}"
     )
-    write_result(path, {"bench": "plan", "tolerance": TOLERANCE, "rows": found, "misses": misses, "not run": missing})
     if misses:
         raise typer.Exit(1)
+
+
+def _write(path: Path, cases: tuple[MemoryCase, ...], found: dict[str, Any]) -> list[str]:
+    """Write the rows. Return the names of those that miss."""
+    misses = [name for name, row in found.items() if abs(_error(row)) > TOLERANCE]
+    missing = [case.name for case in cases if case.name not in found]
+    write_result(path, {"bench": "plan", "tolerance": TOLERANCE, "rows": found, "misses": misses, "not run": missing})
+    return misses
 
 
 def _predict(case: MemoryCase) -> int:

@@ -38,7 +38,7 @@ class MemoryRank:
 
         case = self._case
         preload_engine_modules("windlass")
-        _warm_up(case.device)
+        _warm_up(case)
         world_group().barrier()
         sampler = MemorySampler(torch.device(case.device))
         torch.manual_seed(0)
@@ -65,17 +65,19 @@ class MemoryRank:
         return {"kind": sampler.counter_name, "peaks": peaks}
 
 
-def _warm_up(device: str) -> None:
-    """Run a tiny model, so that libraries that load at the first use, and their workspaces, are part of the
-    baseline."""
-    import transformers
+def _warm_up(case: MemoryCase) -> None:
+    """Train a tiny model of the same family and dtype, so that libraries and kernels that load at the first use, and
+    their workspaces, are part of the baseline."""
+    from windlass.parallel.model_checkpointing import enable_checkpointing
 
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(device)
-    ids = torch.zeros((1, 16), dtype=torch.long, device=device)
-    model(input_ids=ids, labels=ids).loss.backward()
-    torch.optim.AdamW(model.parameters(), fused=True).step()
-    del model
+    model = case.build(tiny=True).to(case.device, torch.bfloat16 if case.dtype == "bf16" else torch.float32)
+    if case.checkpointing:
+        enable_checkpointing(model)
+    ids = torch.zeros((1, 16), dtype=torch.long, device=case.device)
+    with torch.autocast(case.device, torch.bfloat16, enabled=case.dtype == "autocast"):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    torch.optim.AdamW(trained, fused=True).step()
+    del model, trained, loss
     gc.collect()

@@ -17,7 +17,7 @@ from tests.dist.harness import run_ranks
 from tests.models import Place, cast
 from tests.oracle import Recipe
 from windlass.config import load_config
-from windlass.plan.activation_trace import ActivationTrace
+from windlass.plan.activation_trace import ActivationTrace, ForwardArguments
 from windlass.plan.memory_planner import MemoryPlanner
 from windlass.plan.plan_run import RunShape, plan_memory, trace_of
 from windlass.plan.planned_layout import Target, plan_layout
@@ -215,6 +215,89 @@ def test_an_engine_that_runs_out_of_memory_names_prediction_and_change(moment: s
         assert f"windlass: memory of this rank in the {moment}: " in text and "resident now" in text
         assert f"predicted for this configuration: {predicted} MiB of host memory" in text
         assert "cheapest change that fits: zero_optimization.stage 1; predicted " in text
+
+
+class OwnModel(nn.Module):
+    """Module of a script: tied weights, a tuple and a keyword as inputs, and no loss in its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(self.embedding(pair[0]) * pair[1][..., None]))) * scale
+
+
+def own_model_out_of_memory(stage: int, precision: str) -> str:
+    """Return the note of this rank's error in a backward of `OwnModel`, and the predicted peak in MiB."""
+    config = {
+        "train_micro_batch_size_per_gpu": 64,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
+    }
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def inputs(micro: int) -> ForwardArguments:
+        return ForwardArguments(
+            ((torch.zeros(micro, 9, dtype=torch.long), torch.ones(micro, 9, dtype=dtype)),), {"scale": 0.5}
+        )
+
+    def fail(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine = windlass.initialize(model=OwnModel(), config=config)[0]
+    shape = RunShape(2, 9, make_batch=lambda micro, _: lambda: inputs(micro))
+    peak = plan_memory(OwnModel(), load_config(config), shape).peak("host")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as caught:
+        patch.setattr("windlass.plan.out_of_memory_note.memory_limit", lambda failed: peak - 1)
+        engine.backward(engine(*inputs(64).args, scale=0.5).float().sum())
+        engine.step()
+        loss = engine(*inputs(64).args, scale=0.5).float().sum()
+        loss.register_hook(fail)
+        engine.backward(loss)
+    engine.destroy()
+    return "\n".join(caught.value.__notes__) + f"\n{peak / 2**20:,.1f}"
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_a_script_s_own_module_that_runs_out_of_memory_names_prediction_and_change(stage: int, precision: str) -> None:
+    for text in run_ranks(own_model_out_of_memory, 2, stage, precision):
+        *_, predicted = text.splitlines()
+        assert f"predicted for this configuration: {predicted} MiB of host memory" in text
+        assert "cheapest change that fits: " in text and "the forward returns no loss" in text
+
+
+def pipeline_out_of_memory() -> str:
+    """Return the note of this rank's error in the schedule of a pipeline."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "parallel": {"pp": 2},
+    }
+    ids = torch.arange(32).reshape(2, 16)
+    engine = windlass.initialize(model=build("llama"), config=config)[0]
+    run = RunShape(2, 16, make_batch=lambda micro, _: lambda: {"input_ids": ids, "labels": ids.clone()})
+    peak = plan_memory(build("llama"), load_config(config), run).peak("host")
+
+    def fail(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    next(engine.module.parameters()).register_post_accumulate_grad_hook(fail)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as caught:
+        patch.setattr("windlass.plan.out_of_memory_note.memory_limit", lambda failed: peak - 1)
+        engine.train_batch(iter([{"input_ids": ids, "labels": ids.clone()}] * 2))
+    engine.destroy()
+    return "\n".join(caught.value.__notes__) + f"\n{peak / 2**20:,.1f}"
+
+
+def test_a_pipeline_that_runs_out_of_memory_names_its_prediction() -> None:
+    for text in run_ranks(pipeline_out_of_memory, 2):  # both ranks fail in their own backward
+        *_, predicted = text.splitlines()
+        assert "memory of this rank in the schedule: " in text
+        assert f"predicted for this configuration: {predicted} MiB of host memory" in text
 
 
 @pytest.mark.parametrize("pipeline", [{}, {"schedule": "interleaved", "virtual_stages": 2}, {"schedule": "gpipe"}])

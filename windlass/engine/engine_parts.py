@@ -18,6 +18,7 @@ import torch
 from windlass.base.errors import ModelError
 from windlass.checkpoint.async_save import AsyncSave
 from windlass.config import Config
+from windlass.engine.batch_shapes import BatchShapes
 from windlass.engine.engine_observer import EngineObserver
 from windlass.engine.engine_reporter import EngineReporter
 from windlass.engine.failed_call_barrier import FailedCallBarrier
@@ -42,6 +43,7 @@ class EngineParts:
         _step_start_position: data position at the start of the current step.
         _loss_weight: factor of the loss of the running micro-batch, usually 1 / accumulation steps.
         _loss_is_scaled: True if the loss of the next backward includes the loss scale.
+        _batch_shapes: inputs of the last forward, for a note on an out-of-memory error.
     """
 
     config: Any
@@ -63,6 +65,15 @@ class EngineParts:
     _grad_norm: float | None
     _loss_weight: float
     _loss_is_scaled: bool
+    _batch_shapes: BatchShapes | None
+
+    def _record_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the shapes of a forward's inputs in `_batch_shapes`."""
+        raise NotImplementedError
+
+    def _note_out_of_memory(self, error: BaseException, moment: str) -> None:
+        """Add a note to an out-of-memory error: the predicted memory, and a configuration that would fit."""
+        raise NotImplementedError
 
     def _require_ready(self, what: str) -> None:
         """Raise ModelError if the engine was destroyed or its states are offloaded; `what` names the call."""

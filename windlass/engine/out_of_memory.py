@@ -13,11 +13,12 @@ from torch import nn
 from windlass.base.device_memory import emulated_device_memory
 from windlass.base.errors import DeviceMemoryError
 from windlass.base.log import logger
-from windlass.base.tensor_tree import iterate_tensors
 from windlass.config import Config
+from windlass.engine.batch_shapes import BatchShapes
 
 # `windlass.plan` is a higher layer, so its module is imported by name, and only after an out-of-memory error.
 _PLANNER = "windlass.plan.out_of_memory_note"
+NOTE_START = "windlass: memory of this rank"
 _CPU_ALLOCATOR = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
@@ -30,8 +31,8 @@ class FailedRun:
         config: configuration of the run.
         world_size: number of ranks.
         device: device of this rank.
-        moment: `load`, `forward`, `backward` or `step`.
-        batch: rows and length of the last input; None: unknown.
+        moment: `load`, `forward`, `backward`, `step`, or `schedule` of a pipeline.
+        batch: inputs of the last forward, or the last micro-batch of a pipeline; None: there was none.
     """
 
     model: nn.Module
@@ -39,7 +40,7 @@ class FailedRun:
     world_size: int
     device: torch.device
     moment: str
-    batch: tuple[int, int] | None = None
+    batch: BatchShapes | None = None
 
     @property
     def has_own_memory(self) -> bool:
@@ -55,19 +56,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def note_out_of_memory(error: BaseException, failed: FailedRun) -> None:
-    """Add a note to an out-of-memory error that has no note yet. Other errors stay unchanged. Never raises."""
-    if not is_out_of_memory(error) or getattr(error, "__notes__", None):
+    """Add a note to an out-of-memory error that has none of these yet. Other errors stay unchanged. Never raises."""
+    if not is_out_of_memory(error) or any(str(n).startswith(NOTE_START) for n in getattr(error, "__notes__", ())):
         return
     try:
         planner: Any = importlib.import_module(_PLANNER)
         error.add_note(planner.out_of_memory_note(failed))
     except Exception as second:  # the note must not hide the error that it explains
         logger.debug("no note on the memory of this run: %s: %s", type(second).__name__, second)
-
-
-def batch_shape(inputs: Any) -> tuple[int, int] | None:
-    """Return rows and length of the first tensor with two dimensions or more in the inputs of a forward."""
-    for tensor in iterate_tensors(inputs):
-        if tensor.dim() >= 2:
-            return tensor.shape[0], tensor.shape[1]
-    return None

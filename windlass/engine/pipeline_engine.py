@@ -5,7 +5,7 @@ Each call runs a full step, because the schedule interleaves forwards and backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from windlass.base.log import logger
 from windlass.base.tensor_tree import iterate_tensors, replace_tensors
 from windlass.comm.background_call import BackgroundCall
 from windlass.config import Config
+from windlass.engine.batch_shapes import BatchShapes
 from windlass.engine.collective_errors import CollectiveErrorCheck
 from windlass.engine.input_consistency import InputConsistencyCheck
 from windlass.engine.micro_batch_reader import MicroBatchReader, repeat_forever
@@ -113,6 +114,9 @@ class PipelineEngine(Engine):
     def _make_callbacks(self) -> EngineCallbacks:
         return replace(super()._make_callbacks(), is_step_next=lambda: self._is_last_backward)
 
+    def _record_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do nothing: `train_batch` records a micro-batch, and a forward of a stage may take activations."""
+
     def _make_input_check(self, sharded: ShardedModel) -> InputConsistencyCheck:
         return _NoInputCheck(sharded.mesh)
 
@@ -160,7 +164,12 @@ class PipelineEngine(Engine):
         self.module.train()
         if self._observers:
             self._error_check.run(lambda: self._observe_batches(batches), "preparing the step", _NOT_STARTED)
-        ended = self._run_schedule(self._rank_schedule("train", micros), batches, self._build_callbacks())
+        self._batch_shapes = _shapes_of_micro_batch(batches[-1])
+        try:
+            ended = self._run_schedule(self._rank_schedule("train", micros), batches, self._build_callbacks())
+        except Exception as error:
+            self._note_out_of_memory(error, "schedule")
+            raise
         loss: torch.Tensor = self._mean_loss([one.loss for one in ended], True)
         self._reporter.record_loss(loss)
         self.progress.micro_steps += micros - 1
@@ -480,3 +489,10 @@ def _concatenate(outputs: list[Any] | None) -> Any:
     if not outputs or not all(isinstance(one, torch.Tensor) and one.dim() for one in outputs):
         return outputs
     return torch.cat(outputs) if len({one.shape[1:] for one in outputs}) == 1 else outputs
+
+
+def _shapes_of_micro_batch(batch: Any) -> BatchShapes:
+    """Return the shapes of a micro-batch as arguments of the full model's forward."""
+    if isinstance(batch, Mapping):
+        return BatchShapes((), dict(batch))
+    return BatchShapes(tuple(batch) if isinstance(batch, (list, tuple)) else (batch,), {})

@@ -21,6 +21,7 @@ from windlass.base.module_modes import evaluating
 from windlass.checkpoint.async_save import AsyncSave
 from windlass.comm.mesh_axis import MeshAxis
 from windlass.config import BatchSizes, Config
+from windlass.engine.batch_shapes import BatchShapes
 from windlass.engine.checkpoint_methods import CheckpointMethods
 from windlass.engine.compiled_forwards import CompiledForwards
 from windlass.engine.data_loaders import build_data_loader
@@ -37,7 +38,7 @@ from windlass.engine.model_refresh import (
 )
 from windlass.engine.module_buffers import BufferDtypePolicy, BufferSynchronizer
 from windlass.engine.nonfinite_locator import NonFiniteLocator
-from windlass.engine.out_of_memory import FailedRun, batch_shape, note_out_of_memory
+from windlass.engine.out_of_memory import FailedRun, note_out_of_memory
 from windlass.engine.query_methods import QueryMethods
 from windlass.engine.rng_and_data_position import step_start_position
 from windlass.engine.sharded_optimizer import ShardedOptimizer, ShardedOptimizerCallbacks
@@ -119,7 +120,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         self._no_sync = False
         self._loss_is_scaled = False  # True: the loss of the next backward includes the loss scale
         self._grad_norm: float | None = None
-        self._batch_shape: tuple[int, int] | None = None  # batch size and sequence length of the last forward
+        self._batch_shapes: BatchShapes | None = None  # inputs of the last forward, for a note on its memory
         self._backwards_at_last_step_call = 0  # backwards of the current step, counted when the last `step` call ended
         self._async_save = AsyncSave(sharded.mesh.world.ranks)
         self._destroyed = False
@@ -265,7 +266,7 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
             self._sharded.replicas.show_common_weights()
         activity.is_evaluating = not self.module.training
         together = self.module.training or not self._alone_in_eval
-        self._batch_shape = batch_shape((args, kwargs))
+        self._record_inputs(args, kwargs)
         try:
             with (
                 self._failed_call_barrier.guard("forward", together=together),
@@ -358,10 +359,13 @@ class Engine(QueryMethods, CheckpointMethods, nn.Module):
         for observer in observers:
             observer.after_step()
 
+    def _record_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._batch_shapes = BatchShapes(args, kwargs)
+
     def _note_out_of_memory(self, error: BaseException, moment: str) -> None:
         """Add a note to an out-of-memory error: the predicted memory, and a configuration that would fit."""
         note_out_of_memory(
-            error, FailedRun(self.module, self._config, self.world_size, self.device, moment, self._batch_shape)
+            error, FailedRun(self.module, self._config, self.world_size, self.device, moment, self._batch_shapes)
         )
 
     def _end_micro_batch(self, lr_kwargs: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ as it is complete, as in a run with `contiguous_gradients`.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import warnings
 import weakref
@@ -38,6 +37,7 @@ from windlass.parallel.pipeline.planned_transfers import PlannedTransfers
 from windlass.parallel.pipeline.schedule_executor import ExecutorCallbacks, ScheduleFailed, execute_schedule
 from windlass.parallel.pipeline.staged_model import StagedModel
 from windlass.plan.heap_model import BLOCK_ENDED
+from windlass.plan.model_copy import copy_without_values
 from windlass.plan.offloaded_activations import PlannedActivationStore
 
 _BELOW = {getattr(getattr(torch.ops.aten, name), kind) for name in ("lt", "le") for kind in ("Scalar", "Tensor")}
@@ -80,6 +80,7 @@ class ActivationTrace:
         stored: Bytes of inputs of checkpointed layers that are in host memory or in files, at most.
         tier: Tier of these inputs.
         storages: Log of created and freed storages and of the ends of blocks, in the format of `HeapModel.run`.
+        assumes_loss: The forward returns no loss, and the mean of its first output stands for it.
     """
 
     events: list[MemoryEvent] = field(default_factory=list)
@@ -89,6 +90,7 @@ class ActivationTrace:
     stored: int = 0
     tier: ActivationTier = "device"
     storages: list[tuple[int, int]] = field(default_factory=list)
+    assumes_loss: bool = False
 
     def peak(self, phase: str) -> int:
         """Return the largest number of live bytes of a phase."""
@@ -189,15 +191,13 @@ def copy_without_memory(model: nn.Module, mode: FakeTensorMode, dtype: torch.dty
         mode: `FakeTensorMode` of the copies.
         dtype: Dtype of floating-point parameters; None: each keeps its own.
     """
-    memo: dict[int, Any] = {}
-    plain = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    with mode:
-        for tensor in [*model.parameters(), *model.buffers(), *plain]:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            casts = is_parameter and dtype is not None and tensor.is_floating_point()
-            like = torch.empty(tensor.shape, dtype=dtype if casts else tensor.dtype, device="cpu")
-            memo[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_parameter else like
-    return copy.deepcopy(model, memo)
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        casts = isinstance(tensor, nn.Parameter) and dtype is not None and tensor.is_floating_point()
+        with mode:
+            return torch.empty(tensor.shape, dtype=dtype if casts else tensor.dtype, device="cpu")
+
+    return copy_without_values(model, empty)
 
 
 def trace_step(
@@ -237,7 +237,7 @@ def trace_step(
             with recorder.hooks(), torch.set_grad_enabled(trains):
                 with amp, recorder.saved_tensors():
                     output = meta_model(*batch.args, **batch.kwargs)
-                    loss = _loss_of(output)
+                    loss, recorder.trace.assumes_loss = _loss_of(output)
                 recorder.end_forward()
                 if trains:
                     loss.backward()
@@ -440,12 +440,13 @@ def _arguments(batch: Any) -> ForwardArguments:
     return ForwardArguments((), batch) if isinstance(batch, dict) else ForwardArguments((batch,), {})
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def _loss_of(output: Any) -> tuple[torch.Tensor, bool]:
+    """Return the loss that a forward has returned and False, or the mean of its first output and True."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
-        return loss
+        return loss, False
     first = next(t for t in iterate_tensors(output) if t.is_floating_point())
-    return first.float().mean()
+    return first.float().mean(), first.numel() > 1
 
 
 @contextlib.contextmanager

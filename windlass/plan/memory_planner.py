@@ -32,6 +32,7 @@ from windlass.zero.update.update_chunk import make_chunks
 
 HOLES = "holes and workspaces"
 """Holes of malloc's heap that no later tensor fits into, and workspaces of a CPU's kernels."""
+_BUILT = "model as built"
 _WORKSPACES = 0.05  # fraction of the heap: fitted to the measurements of bench/plan.py
 _STEPS = 3  # the heap hardly grows after these steps
 
@@ -68,7 +69,7 @@ class MemoryPlanner:
         """Return the memory at each moment of a run, from `init` to `save`."""
         plan = MemoryPlan(world_size, self._layout.built_numel, micro_batch, length)
         held = self._held()
-        plan.moments["init"] = self._moment({(HOST, "model as built"): self._built_bytes()})
+        plan.moments["init"] = self._moment(self._built())
         plan.moments["load"] = self._load()
         plan.moments[FORWARD] = self._traced(held, FORWARD)
         plan.moments[BACKWARD] = self._traced(held, BACKWARD)
@@ -168,15 +169,22 @@ class MemoryPlanner:
         place = state_place if settings.policy.state else self._device
         yield place, "per-rank states", sum(of_keys) * torch.float32.itemsize
 
-    def _built_bytes(self) -> int:
-        """Return the bytes that a rank holds of the model as it is built: all of them; with sharded init, the rank's
-        shards and one full unit, or the largest parameter of the full model if that is more."""
+    def _built(self) -> Held:
+        """Return the bytes that a rank holds of the model as it is built: all of them on the host; with sharded init,
+        the rank's shards, and on the host one full unit, or the largest parameter of the full model if that is more."""
         layout = self._layout
         parameters = [one.nbytes for one in layout.built]
         if not self._sharded_init:
-            return sum(parameters) + layout.built_buffers
-        shards = sum(parameters) // layout.mesh.grid.world
-        return max(self._largest_unit(), *parameters, 0) + shards + layout.built_buffers
+            return {(HOST, _BUILT): sum(parameters) + layout.built_buffers}
+        held = {(HOST, _BUILT): max(self._largest_unit(), *parameters, 0) + layout.built_buffers}
+        _add(held, self._initial_place, _BUILT, sum(parameters) // layout.mesh.grid.world)
+        return held
+
+    @property
+    def _initial_place(self) -> str:
+        """Place of the shards of sharded init, see `init_tier`."""
+        chosen_later = self._config.offload is not None  # `initialize` moves shards from host memory
+        return HOST if chosen_later else self._place(self._layout.tiers.param)
 
     def _largest_unit(self) -> int:
         return max((unit.numel * plan.dtype.itemsize for unit, plan in self._pairs()), default=0)
@@ -189,9 +197,9 @@ class MemoryPlanner:
         layout = self._layout
         local = sum(p.numel() * p.element_size() for p in self._model.parameters())
         waiting, parts = local + self._module_buffers, layout.mesh.grid.size("pp", "ep", "tp")
-        stays_sharded = self._sharded_init and parts == 1
+        stays_sharded, shards = self._sharded_init and parts == 1, 0
         if stays_sharded:
-            waiting = self._largest_unit() + local // layout.mesh.grid.world + self._module_buffers
+            waiting, shards = self._largest_unit() + self._module_buffers, local // layout.mesh.grid.world
         done: Held = defaultdict(int)
         if layout.target.has_own_memory:  # on a CPU, pages of buffers are allocated once they are written
             for (place, kind), nbytes in self._held().items():
@@ -199,7 +207,7 @@ class MemoryPlanner:
                     done[place, kind] += nbytes
         worst, peak, on_disk = MomentMemory(), -1, 0
         if self._sharded_init and not stays_sharded:
-            worst = self._moment({**done, (HOST, "model as built"): layout.partitioning_bytes()})
+            worst = self._moment({**done, (HOST, _BUILT): layout.partitioning_bytes()})
             peak = worst.total(DEVICE) + worst.total(HOST)
         for unit, plan in self._pairs():
             filled = [
@@ -218,7 +226,8 @@ class MemoryPlanner:
             if layout.frees_memory(unit):
                 temporary += unit.nbytes
             now[self._device, "values on their way"] += temporary
-            now[HOST, "model as built"] += waiting
+            now[HOST, _BUILT] += waiting
+            now[self._initial_place, _BUILT] += shards
             # Values of earlier units on NVMe may still wait in the staging memory, up to its limit.
             now[HOST, "staging"] += min(layout.staging, page_up(on_disk))
             found = self._moment(now)

@@ -10,7 +10,7 @@ micro-batch of one sample.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,21 @@ from windlass.base.device_memory import emulated_device_memory
 from windlass.base.errors import ModelError, WindlassError
 from windlass.config import Config
 from windlass.config.config_overrides import override_keys
-from windlass.engine.out_of_memory import FailedRun
+from windlass.engine.out_of_memory import NOTE_START, FailedRun
 from windlass.observe.memory_usage import device_memory, peak_resident_bytes, resident_bytes
-from windlass.parallel.model_checkpointing import disable_checkpointing, enable_checkpointing, is_checkpointing
+from windlass.parallel.model_checkpointing import (
+    can_checkpoint,
+    disable_checkpointing,
+    enable_checkpointing,
+    is_checkpointing,
+)
+from windlass.plan.activation_trace import ForwardArguments
 from windlass.plan.choose_config import Rung, choose_config, load_supported
 from windlass.plan.memory_plan import DEVICE, HOST, MemoryPlan
+from windlass.plan.model_copy import copy_of_trained_model
 from windlass.plan.plan_run import RunShape, TraceCache, plan_memory
 from windlass.plan.planned_layout import Target
-from windlass.plan.planned_model import build_on_meta
+from windlass.plan.planned_model import build_on_meta, language_batch
 from windlass.plan.rank_limits import RankLimits, missing_bytes
 
 _MIB = 1 << 20
@@ -56,12 +63,13 @@ class MemoryChange:
 
 def out_of_memory_note(failed: FailedRun) -> str:
     """Return the note: actual memory, and, if the run can be planned, prediction and cheapest change that fits."""
-    lines = [f"windlass: memory of this rank in the {failed.moment}: {actual_memory(failed)}"]
+    lines = [f"{NOTE_START} in the {failed.moment}: {actual_memory(failed)}"]
     try:
         lines += _predicted_lines(failed)
-    except (WindlassError, RuntimeError, MemoryError, TypeError, ValueError, AttributeError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        lines.append(f"not predicted ({first}); see docs/planning.md for configurations that need less memory")
+    except Exception as error:  # the memory in use is shown in any case
+        lines.append(
+            f"not predicted ({_first_line(error)}); see docs/planning.md for configurations that need less memory"
+        )
     return "\n".join(lines)
 
 
@@ -140,52 +148,82 @@ def with_micro_batch(config: dict[str, Any], micro: int, accumulation: int) -> d
     return override_keys(config, {**sizes, "pipeline.micro_batches": None})  # another spelling of accumulation steps
 
 
-def planning_copy(model: nn.Module, *, keeps_dtypes: bool = False) -> nn.Module:
-    """Return a copy of a transformers model on the meta device, for a forecast of its memory. Parameters that are
-    frozen in the model are frozen in the copy.
-
-    Args:
-        keeps_dtypes: the copy has the dtypes of the model's parameters; else those of a new model.
+def planning_copy(failed: FailedRun) -> nn.Module:
+    """Return a copy of the model on the meta device, for a forecast of its memory: all of it, in the dtypes that it had
+    before the engine cast it. It is a copy of the trained model; one that is divided or changed in place is built again
+    from its configuration, which models of transformers have.
 
     Raises:
-        ModelError: the model is not one of transformers, or cannot be built on the meta device.
+        ModelError: an attribute of the model cannot be copied, or the model is divided and has no configuration.
     """
-    config, kind = getattr(model, "config", None), type(model)
+    # Where the configuration sets a dtype, the engine may have cast the parameters already, and the plan casts its own.
+    casts = failed.config.bf16.enabled or failed.config.fp16.enabled
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        is_cast = casts and isinstance(tensor, nn.Parameter) and tensor.dtype in (torch.bfloat16, torch.float16)
+        return torch.empty(tensor.shape, dtype=torch.float32 if is_cast else tensor.dtype, device="meta")
+
+    changed = _in_place_changes(failed)
+    if not changed:
+        return copy_of_trained_model(failed.model, empty)
+    config, kind = getattr(failed.model, "config", None), type(failed.model)
     if not hasattr(config, "to_dict"):
-        raise ModelError(f"{kind.__name__} cannot be built again from a configuration; only models of transformers can")
+        raise ModelError(
+            f"{', '.join(changed)} changed {kind.__name__} in place, and only models of transformers can be built again"
+        )
     found = build_on_meta(lambda: kind(copy.deepcopy(config)), kind.__name__)
-    given = dict(model.named_parameters())
+    given = dict(failed.model.named_parameters())
     for name, parameter in found.named_parameters():
         if (own := given.get(name)) is not None:
             parameter.requires_grad_(own.requires_grad)
-            if keeps_dtypes:
+            if not casts:
                 parameter.data = parameter.data.to(own.dtype)
     return found
 
 
+def _in_place_changes(failed: FailedRun) -> list[str]:
+    """Return the keys of the configuration that have divided the model or changed its modules."""
+    section, sizes = failed.config.parallel, failed.config.axes(failed.world_size).sizes
+    axes = [axis for axis in ("pp", "ep", "tp", "sp") if sizes.get(axis, 1) > 1]
+    flags = [flag for flag in ("tiled_mlp", "tiled_loss", "recompute") if getattr(section, flag)]
+    return [f"parallel.{name}" for name in (*axes, *flags)]
+
+
+def _make_batch(failed: FailedRun, micro: int) -> Callable[[int, int], Callable[[], Any]]:
+    """Return the function that makes batches like the one that the engine saw.
+
+    Args:
+        micro: Samples of that batch.
+    """
+    shapes = failed.batch
+    if shapes is not None and not shapes.unknown:
+        return lambda samples, _: lambda: ForwardArguments(*shapes.make(samples, micro))
+    if not hasattr(failed.model, "config") and not _counts_no_activations(failed):
+        unknown = f"the batch has a {shapes.unknown[0]}" if shapes is not None else "no forward has run"
+        raise ModelError(f"{unknown}, so the shapes of a micro-batch are not known")
+    return language_batch
+
+
 def _predicted_lines(failed: FailedRun) -> list[str]:
-    raw = failed.config.raw
     batch = failed.config.resolve_batch(failed.world_size)
-    # Where the configuration sets a dtype, the engine may have cast the parameters already, and the plan casts its own.
-    casts = failed.config.bf16.enabled or failed.config.fp16.enabled
-    model = planning_copy(failed.model, keeps_dtypes=not casts)
+    model = planning_copy(failed)
     # Transformers sets this flag on each module; the model-wide property has different names in different versions.
     checkpointed = is_checkpointing(failed.model)
     limit, place = memory_limit(failed), DEVICE if failed.has_own_memory else HOST
-    length = (
-        failed.batch[1] if failed.batch is not None else int(getattr(model.config, "max_position_embeddings", 1024))
-    )
     limits = RankLimits(device=limit) if place == DEVICE else RankLimits(host=limit)
     run = RunShape(
         failed.world_size,
-        length,
+        _length(failed),
         Target("cuda" if failed.has_own_memory else "cpu", failed.config.comm.transport),
         activations=0 if _counts_no_activations(failed) else None,
+        make_batch=_make_batch(failed, batch.micro),
         limits=limits,
     )
     traces: TraceCache = {}
     plan = _plan(model, failed.config, run, traces, checkpointing=checkpointed)
     lines = [f"predicted for this configuration: {_peak_text(plan, place)}"]
+    if any(trace.assumes_loss for trace in traces.values()):
+        lines.append("the forward returns no loss, so the memory of the script's own loss is not predicted")
     if limit is None:
         return [*lines, "the limit of the memory is unknown, so no change is proposed"]
     if not missing_bytes(plan, limits):
@@ -193,27 +231,44 @@ def _predicted_lines(failed: FailedRun) -> list[str]:
             "the prediction fits: other programs, fragmentation, or tensors of the script take the rest; "
             "choose a configuration that needs less than the prediction"
         )
-    can_checkpoint = bool(getattr(model, "supports_gradient_checkpointing", False))
-    options = {"checkpointed": checkpointed, "can_checkpoint": can_checkpoint}
+    options = {"checkpointed": checkpointed, "can_checkpoint": can_checkpoint(model)}
     most = min(limit, plan.peak(place) - 1)  # a change must need less than the configuration that failed
+    try:
+        return [*lines, _cheapest_change(failed, model, run, limits, traces, most, options)]
+    except WindlassError as error:
+        return [*lines, f"no change is proposed ({_first_line(error)})"]
+
+
+def _cheapest_change(failed: FailedRun, model: nn.Module, run: RunShape, limits: RankLimits, traces: TraceCache,
+                     most: int, options: dict[str, bool]) -> str:  # fmt: skip
+    """Return the line with the cheapest change that needs at most `most` bytes."""
+    raw, place = failed.config.raw, DEVICE if failed.has_own_memory else HOST
+    batch = failed.config.resolve_batch(failed.world_size)
     for change in possible_changes(raw, batch.micro, batch.accumulation, failed, **options):
         config, problem = load_supported(change.config)
         if problem:
             continue  # initialize would refuse this configuration
-        changed = _plan(model, config, run, traces, checkpointing=change.checkpointing)
+        try:
+            changed = _plan(model, config, run, traces, checkpointing=change.checkpointing)
+        except ModelError:
+            continue  # the model may accept no other micro-batch than its script's
         if changed.peak(place) <= most:
-            return [*lines, f"cheapest change that fits: {change.text}; predicted {_peak_text(changed, place)}"]
+            return f"cheapest change that fits: {change.text}; predicted {_peak_text(changed, place)}"
     smallest = with_micro_batch(raw, 1, batch.accumulation * batch.micro)
     choice = choose_config(model, smallest, run, limits)
     best = choice.chosen or choice.nearest
     text = f"{_rung_text(best.rung)}, train_micro_batch_size_per_gpu 1"
     if choice.chosen is not None:
-        return [*lines, f"cheapest change that fits: {text}; predicted {_peak_text(best.plan, place)}"]
+        return f"cheapest change that fits: {text}; predicted {_peak_text(best.plan, place)}"
     missing = sum(best.missing.values())
-    return [
-        *lines,
-        f"no change fits; the nearest is {text}, which lacks {_size(missing)}: use more ranks or shorter samples",
-    ]
+    return f"no change fits; the nearest is {text}, which lacks {_size(missing)}: use more ranks or shorter samples"
+
+
+def _length(failed: FailedRun) -> int:
+    """Return the tokens of a sample."""
+    if failed.batch is not None and failed.batch.first is not None:
+        return failed.batch.first[1]
+    return int(getattr(getattr(failed.model, "config", None), "max_position_embeddings", 1024))
 
 
 def _plan(model: nn.Module, config: Config, run: RunShape, traces: TraceCache, *, checkpointing: bool) -> MemoryPlan:
@@ -234,8 +289,12 @@ def _with_zero(config: dict[str, Any], **values: Any) -> dict[str, Any]:
 
 
 def _switch_checkpointing(model: nn.Module, wanted: bool) -> None:
-    if getattr(model, "supports_gradient_checkpointing", False):
+    if can_checkpoint(model):
         (enable_checkpointing if wanted else disable_checkpointing)(model)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _peak_text(plan: MemoryPlan, place: str) -> str:

@@ -135,6 +135,8 @@ def _plan_rank(
     planner = MemoryPlanner(layout.model, config, layout, trace, sharded_init=run.sharded_init)
     plan = planner.plan(run.world_size, micro, run.length)
     plan.notes += plan_notes(config, run, layout)
+    if trace.assumes_loss:
+        plan.notes.append("the forward returns no loss: the mean of its output is planned, not the loss of the script")
     return plan
 
 

@@ -29,6 +29,7 @@ from windlass.parallel.sequence.batch_sharding import SHARD_KEY
 from windlass.plan.activation_trace import ActivationTrace, ForwardArguments, MemoryEvent
 from windlass.plan.memory_plan import DEVICE, HOST
 from windlass.plan.memory_planner import MemoryPlanner
+from windlass.plan.model_copy import copy_without_values
 from windlass.plan.offloaded_activations import activation_tier_of
 from windlass.plan.plan_run import RunShape, micro_batch_of, trace_of
 from windlass.plan.planned_layout import PlannedLayout, Target, plan_layout, stage_ranks
@@ -127,9 +128,12 @@ def start_forecast(
         if any(hasattr(p, "ds_numel") and p.ds_numel != p.numel() for p in model.parameters()):
             facts.problem = "the model is built sharded, so rank 0 does not have its shapes"
         else:
-            planner = CandidatePlanner(
-                _copy_on_meta(model), raw, world_size, facts.device, own_checkpointing=own_checkpointing
-            )
+            try:
+                shapes = copy_without_values(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+            except ModelError as error:
+                facts.problem = str(error)
+            else:
+                planner = CandidatePlanner(shapes, raw, world_size, facts.device, own_checkpointing=own_checkpointing)
 
     def predict(micro: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = BatchShape(micro, args, kwargs)
@@ -321,15 +325,3 @@ def _sizes_of(model: nn.Module) -> dict[str, Any]:
         return asdict(shape_of(model))
     except WindlassError:
         return {}
-
-
-def _copy_on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of the model whose tensors have no memory."""
-    import copy
-
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, memo)

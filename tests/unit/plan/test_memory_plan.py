@@ -431,6 +431,15 @@ def test_a_pipeline_needs_most_where_its_micro_batches_wait() -> None:
     assert found.moments["step"].host["optimizer states"] < 0.6 * alone.moments["step"].host["optimizer states"]
 
 
+def test_a_pipeline_that_checkpoints_its_layers_is_planned() -> None:
+    """Transformers keeps the handle of a hook on the embedding, which the last stage does not have."""
+    model = llama(num_hidden_layers=4, vocab_size=32)
+    config = {**settings(), "gradient_accumulation_steps": 6, "parallel": {"pp": 2}}
+    plain = plan(model, config, length=64)
+    less = plan(model, {**config, "activation_checkpointing": {"enabled": True}}, length=64)
+    assert less.moments[BACKWARD].total(HOST) < plain.moments[BACKWARD].total(HOST)
+
+
 def test_a_pipeline_stage_that_exceeds_a_limit_is_shown() -> None:
     model = llama(num_hidden_layers=4, vocab_size=32)
     zero = {"offload_optimizer": {"device": "cpu"}}
@@ -463,6 +472,25 @@ def test_a_rank_holds_its_part_of_a_model_from_sharded_init_that_is_partitioned(
     assert found.moments["load"].total(HOST) >= part + largest
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     assert whole // 4 + largest <= found.moments["init"].host["model as built"] < whole
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ({}, DEVICE),
+        ({"zero": {"offload_param": {"device": "cpu"}}}, HOST),
+        ({"zero": {"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}, DISK),
+        ({"offload": "auto"}, HOST),
+    ],
+)
+def test_shards_of_sharded_init_lie_where_it_stores_them(more: dict[str, Any], place: str) -> None:
+    model, limits = llama(), RankLimits(device=1 << 30, host=1 << 30)
+    found = plan(model, settings(3, **more), 4, target=GPU, sharded_init=True, limits=limits)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    for moment in ("init", "load"):
+        built = {one: found.moments[moment].of(one).get("model as built", 0) for one in (DEVICE, HOST, DISK)}
+        assert {one for one, nbytes in built.items() if nbytes} == {HOST, place}, moment
+        assert built[place] >= whole // 4 and sum(built.values()) < whole
 
 
 def test_each_rank_has_all_buffers_of_a_model_from_sharded_init() -> None:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.causal_models import model_of
 from windlass.base.errors import ConfigError, DeviceMemoryError
 from windlass.cli.expected_errors import describe_expected_error
 from windlass.cli.training.run_failure import describe_failure
 from windlass.config import BatchSizes, load_config
-from windlass.engine.out_of_memory import FailedRun, batch_shape, is_out_of_memory, note_out_of_memory
+from windlass.engine.batch_shapes import BatchShapes
+from windlass.engine.out_of_memory import FailedRun, is_out_of_memory, note_out_of_memory
 from windlass.parallel.model_checkpointing import enable_checkpointing
+from windlass.parallel.pipeline.layer_specs import LayerSpec
+from windlass.parallel.pipeline.pipeline_sequential import PipelineSequential
 from windlass.plan import out_of_memory_note as notes
+from windlass.plan.activation_trace import ForwardArguments
 from windlass.plan.plan_run import RunShape, plan_memory
 
 SIZES: dict[str, Any] = {
@@ -42,7 +49,12 @@ def llama() -> nn.Module:
 
 
 def failed(model: nn.Module, raw: dict[str, Any], ranks: int = 2, moment: str = "backward") -> FailedRun:
-    return FailedRun(model, load_config(raw), ranks, CPU, moment, (raw["train_micro_batch_size_per_gpu"], 48))
+    return FailedRun(model, load_config(raw), ranks, CPU, moment, tokens(raw["train_micro_batch_size_per_gpu"]))
+
+
+def tokens(micro: int) -> BatchShapes:
+    ids = torch.zeros((micro, 48), dtype=torch.long)
+    return BatchShapes((), {"input_ids": ids, "labels": ids})
 
 
 def note(run: FailedRun, limit: int | None) -> str:
@@ -51,7 +63,7 @@ def note(run: FailedRun, limit: int | None) -> str:
 
 
 def peak(run: FailedRun, raw: dict[str, Any]) -> int:
-    return plan_memory(notes.planning_copy(run.model), load_config(raw), RunShape(run.world_size, 48)).peak("host")
+    return plan_memory(notes.planning_copy(run), load_config(raw), RunShape(run.world_size, 48)).peak("host")
 
 
 def test_the_cheapest_change_that_fits_is_proposed(llama: nn.Module) -> None:
@@ -115,7 +127,7 @@ def test_a_change_that_initialize_refuses_is_skipped(llama: nn.Module) -> None:
 
 def test_changes_apply_to_old_spellings(llama: nn.Module) -> None:
     raw = {**config(), "zero_optimization": {"stage": 1, "cpu_offload": True}}
-    run = FailedRun(llama, load_config(raw), 2, torch.device("cuda"), "backward", (4, 48))
+    run = FailedRun(llama, load_config(raw), 2, torch.device("cuda"), "backward", tokens(4))
     options = {"checkpointed": False, "can_checkpoint": True}
     for one in notes.possible_changes(raw, 4, 1, run, **options):
         load_config(one.config)
@@ -127,7 +139,7 @@ def test_changes_apply_to_old_spellings(llama: nn.Module) -> None:
 
 def test_chosen_tiers_are_planned_for_the_limit(llama: nn.Module) -> None:
     raw = config(stage=3, offload="auto")
-    run = FailedRun(llama, load_config(raw), 2, torch.device("cuda"), "backward", (4, 48))
+    run = FailedRun(llama, load_config(raw), 2, torch.device("cuda"), "backward", tokens(4))
     text = note(run, 10**9)
     assert "predicted for this configuration" in text and "cheapest change that fits: " in text
 
@@ -167,10 +179,134 @@ def test_only_memory_errors_get_a_note_and_nothing_hides_them(llama: nn.Module) 
         assert str(broken) == "first" and not hasattr(broken, "__notes__")
 
 
-def test_what_cannot_be_planned_still_has_its_actual_memory() -> None:
-    text = note(failed(nn.Linear(3, 3), config()), 1 << 30)
-    assert "resident now" in text and "not predicted (Linear cannot be built again" in text
-    assert batch_shape(({"mask": None, "ids": torch.zeros(2, 7)},)) == (2, 7) and batch_shape((1, "x")) is None
+class Tied(nn.Module):
+    """Embedding with a tied head, whose forward takes a tuple and keyword arguments and returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(50, 12), nn.LayerNorm(12)
+        self.head = nn.Linear(12, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scales = [torch.ones(12), torch.ones(12)]
+        self.norm.register_forward_hook(self.count)
+        self.calls = 0
+
+    def count(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.calls += 1
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor], *, scale: float, mask: torch.Tensor) -> torch.Tensor:
+        ids, weights = pair
+        hidden = self.norm(self.embedding(ids) * weights[..., None] * mask * self.scales[0])
+        return self.head(hidden) * scale
+
+
+def tied_inputs(micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    pair = (torch.zeros((micro, 9), dtype=torch.long), torch.ones(micro, 9))
+    return (pair,), {"scale": 0.5, "mask": torch.ones(9, 12)}
+
+
+class Checkpointed(nn.Module):
+    """Layers of which each is checkpointed by the model itself; the samples are along the second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False)
+        return hidden.square().mean()
+
+
+def checkpointed_inputs(micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.ones(7, micro, 16),), {}
+
+
+def stacked() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 24), nn.BatchNorm1d(24), nn.Tanh(), nn.Linear(24, 2)).requires_grad_(True)
+
+
+def stacked_inputs(micro: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.ones(micro, 6),), {}
+
+
+def staged() -> nn.Module:
+    return PipelineSequential([LayerSpec(nn.Linear, 6, 24), torch.tanh, LayerSpec(nn.Linear, 24, 2)])
+
+
+OWN = [
+    pytest.param(Tied, tied_inputs, id="tied"),
+    pytest.param(Checkpointed, checkpointed_inputs, id="checkpointed"),
+    pytest.param(stacked, stacked_inputs, id="sequential"),
+    pytest.param(staged, stacked_inputs, id="pipeline-module"),
+]
+
+
+@pytest.mark.parametrize(("make", "inputs"), OWN)
+def test_any_module_is_predicted_with_the_batch_that_it_saw(make: Any, inputs: Any) -> None:
+    raw, model = config(micro=64), make()
+    run = FailedRun(model, load_config(raw), 2, CPU, "backward", BatchShapes(*inputs(64)))
+
+    def planned(micro: int, **more: Any) -> int:
+        shape = RunShape(2, 1, make_batch=lambda samples, _: lambda: ForwardArguments(*inputs(samples)))
+        return plan_memory(make(), load_config(config(micro=micro, **more)), shape).peak("host")
+
+    now, half = planned(64), planned(32)
+    text = note(run, now - 1)
+    assert f"predicted for this configuration: {now / 2**20:,.1f} MiB of host memory" in text
+    assert "cheapest change that fits: " in text
+    assert ("the forward returns no loss" in text) == (make is not Checkpointed)
+    assert half < now
+    smallest = note(FailedRun(model, load_config(raw), 1, CPU, "backward", run.batch), now * 10**6)
+    assert "the prediction fits" in smallest and "train_micro_batch_size_per_gpu" in smallest
+    assert not vars(model).get("calls"), "the note ran the trained model"
+
+
+def test_a_model_whose_forward_accepts_no_other_batch_still_gets_its_prediction() -> None:
+    class Fixed(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows).reshape(8, -1)
+
+    run = FailedRun(Fixed(6, 3), load_config(config(micro=8)), 1, CPU, "backward", BatchShapes((torch.ones(8, 6),), {}))
+    text = note(run, 100)
+    assert "predicted for this configuration: " in text and "no change is proposed (" in text
+
+
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3))
+        self.inner.guard = Lock()  # type: ignore[assignment]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.inner(rows)
+
+
+class Valued(nn.Linear):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows[rows[:, 0] > 0])
+
+
+ROWS = BatchShapes((torch.zeros(2, 3),), {})
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "more", "reason"),
+    [
+        (Locked(), ROWS, {}, r"Locked cannot be copied .* module 'inner' \(Sequential\): cannot pickle"),
+        (Valued(3, 3), ROWS, {}, r"the memory of Valued cannot be traced"),
+        (nn.Linear(3, 3), ROWS, {"parallel": {"recompute": True}}, r"parallel.recompute changed Linear in place"),
+        (nn.Linear(3, 3), None, {}, r"no forward has run"),
+        (nn.Linear(3, 3), BatchShapes((object(),), {}), {}, r"the batch has a object"),
+    ],
+)
+def test_a_model_that_cannot_be_planned_still_has_its_actual_memory(
+    model: nn.Module, batch: BatchShapes | None, more: Any, reason: str
+) -> None:
+    text = note(FailedRun(model, load_config(config(micro=2, **more)), 1, CPU, "step", batch), 1 << 30)
+    used, problem = text.splitlines()
+    assert "resident now" in used
+    assert re.match(rf"not predicted \(.*{reason}", problem), problem
 
 
 def test_the_emulated_device_is_the_limit(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -168,3 +169,13 @@ def test_candidates_after_one_that_cannot_be_planned_are_predicted(tmp_path: Pat
     found = ForecastResult(**json.loads(Path(order.result).read_text()))
     assert list(found.host_bytes) == list(found.device_bytes) == ["z2"]
     assert found.problem.startswith("wrong: ") and "stage" in found.problem
+
+
+def test_a_model_that_cannot_be_copied_is_not_predicted(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.guard = Lock()  # type: ignore[assignment]
+    order = ForecastOrder({"a": {}}, str(tmp_path / "forecast.json"))
+    order.write(tmp_path / "order.json")
+    start_forecast(str(tmp_path / "order.json"), RAW, model, 1, 0)(2, (torch.zeros(2, 4),), {})
+    found = ForecastResult(**json.loads(Path(order.result).read_text()))
+    assert "Sequential cannot be copied without its values" in found.problem and not found.host_bytes
