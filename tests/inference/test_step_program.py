@@ -12,6 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from tests.causal_models import VOCABULARY, build
 from tests.inference.greedy_reference import assert_greedy, make_prompts
 from windlass.base.errors import ConfigError
+from windlass.compress.packed_directory import write_packed_directory
+from windlass.compress.packed_model import load_packed_model
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.llm import LLM
 from windlass.inference.packed_modules import join_biases
@@ -64,6 +66,25 @@ def test_recorded_steps_generate_what_the_plain_model_does(name: str, tmp_path: 
         found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     if name in RECORDED:
         assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("form", ["int4_g32", "int8"])
+def test_packed_experts_are_recorded_as_one_operator(name: str, form: str, tmp_path: Path) -> None:
+    build(name, hidden_size=64, intermediate_size=96, tie_word_embeddings=False).eval().save_pretrained(tmp_path / "a")
+    write_packed_directory(tmp_path / "a", tmp_path / "packed", form, head=True)
+    found = []
+    for budget, sequences in ((64, 8), (7, 3)):
+        options = {"max_tokens_per_step": budget, "max_sequences": sequences, "skip_tokenizer_init": True}
+        with LLM(tmp_path / "packed", activations="float", **options) as llm:
+            program = llm.engine.runner.program
+            assert program is not None and {"experts", "linear"} <= set(program.operators)
+            assert "aten.mm.default" not in program.operators, "the router's products have other bits in other batches"
+            outputs = llm.generate(make_prompts(9, VOCABULARY, 30), GREEDY)
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert found[0] == found[1]
+    with torch.no_grad():
+        assert_greedy(load_packed_model(tmp_path / "packed"), outputs)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +193,6 @@ def test_a_model_of_fewer_positions_than_a_recording_runs_its_modules(tmp_path: 
 
 
 def test_norms_with_wider_weights_are_not_fused(tmp_path: Path) -> None:
-    import torch
-
-    from windlass.compress.packed_directory import write_packed_directory
-    from windlass.compress.packed_model import load_packed_model
-
     model = build("llama", hidden_size=64, intermediate_size=96, tie_word_embeddings=False).bfloat16()
     for name, parameter in model.named_parameters():
         if "norm" in name:

@@ -192,9 +192,7 @@ class CompressionSettings:
             ConfigError: an option adds such a stage, or the source is a GGUF file.
         """
         for name, value in (
-            ("prune", self.prune),
             ("distill", self.distill),
-            ("budget", self.budget),
             ("method", LKD if self.method == LKD else None),
         ):
             if value is not None:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from windlass.base.atomic_file import replace_directory
-from windlass.base.errors import ConfigError
+from windlass.base.errors import ConfigError, WindlassError
 from windlass.base.processes import SignalInterrupt
 from windlass.base.text import plural, print_escaped
 from windlass.cli.compression_choice import FormatChooser, budget_lines, loss_text, round_within_loss, tensor_bytes
@@ -32,7 +33,7 @@ from windlass.cli.compression_picture import LayerSize, layer_sizes
 from windlass.cli.compression_report import CompressionReport, choice_lines, prune_lines
 from windlass.cli.compression_settings import LKD, WIDE, CompressionSettings
 from windlass.cli.model_run import RunFigures
-from windlass.comm.bootstrap import end_distributed, init_distributed
+from windlass.comm.bootstrap import default_timeout, end_distributed, init_distributed
 from windlass.comm.rank_group import RankGroup, world_group
 from windlass.compress.budget_choice import BudgetChoice
 from windlass.compress.calibration_text import CalibrationText, longest_sequence, read_calibration_text
@@ -57,6 +58,7 @@ from windlass.kernels.weight_format import PackedWeight, WeightFormat
 from windlass.launch.supervisor import capture_signals
 
 _EVAL_BYTES = 1 << 16
+_LONGEST_STAGE = timedelta(days=1)  # time for which the other ranks wait for the first
 
 
 class CompressionRun:
@@ -72,14 +74,18 @@ class CompressionRun:
         self._pruned: list[str] = []
         self._notes: list[str] = []
         self._group: RankGroup | None = None  # ranks that round together; None: this process alone
+        self._others_wait = True  # the other ranks wait for a model to round, or for the end of the run
 
     def run(self) -> None:
         """Write the directory, and print and write the report. On several ranks, the first one does so, and the others
-        share its work of rounding."""
+        share its work of rounding; they wait while it prunes and chooses formats."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            init_distributed()
+            init_distributed(timeout=default_timeout(_LONGEST_STAGE))
             self._group = world_group()
             self._settings.check_ranks(self._group.size)
+            limits = self._settings.limits
+            if limits is not None and (limits.speed, limits.latency) != (None, None):
+                _forget_ranks()  # child processes measure models
         unpacked = self._unpack_source()
         settings = self._settings
         self._directory = ModelDirectory(settings.source)
@@ -98,9 +104,41 @@ class CompressionRun:
         self._check_layers()
         text = self._read_text()
         if self._group is not None and self._group.index:
-            self._round(settings.source, text, None, settings.out)
+            self._follow(text)
             return
-        choice: BudgetChoice | None = None
+        try:
+            after, choice = self._compress(text)
+        except WindlassError as error:
+            if self._group is not None and self._others_wait:
+                self._group.broadcast_object(str(error))
+            raise
+        if self._group is not None:
+            self._group.broadcast_object(None)
+        if settings.measure:
+            self._leave_ranks()
+        self._report(after, text, choice)
+        if unpacked is not None:
+            shutil.rmtree(unpacked)
+
+    def _follow(self, text: CalibrationText | None) -> None:
+        """Share the rounding of each model that the first rank rounds.
+
+        Raises:
+            ConfigError: the first rank refuses the run.
+        """
+        assert self._group is not None
+        while True:
+            task: Any = self._group.broadcast_object()
+            if task is None:
+                return
+            if isinstance(task, str):
+                raise ConfigError(task)
+            source, choice, target = task
+            self._round(source, text, choice, target)
+
+    def _compress(self, text: CalibrationText | None) -> tuple[int, BudgetChoice | None]:
+        """Run the stages, and write the directory. Return its size in bytes, and the formats chosen for a budget."""
+        settings, choice = self._settings, None
         with closing(CompressionWorkspace(settings.out, self._fingerprint(text))) as work:
             source = self._prune(work, text) if settings.shares else settings.source
             if settings.distill is not None:
@@ -112,18 +150,13 @@ class CompressionRun:
                 after = self._round(source, text, None, settings.out)
             self.is_complete = True
             work.remove()
-        if settings.measure:
-            self._leave_ranks()
-        self._report(after, text, choice)
-        if unpacked is not None:
-            shutil.rmtree(unpacked)
+        return after, choice
 
     def _leave_ranks(self) -> None:
         """Make this process one without ranks, so that it and its children measure models alone."""
         if self._group is not None:
             end_distributed()
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                os.environ.pop(name, None)
+            _forget_ranks()
 
     def _check_layers(self) -> None:
         """Refuse options that do not fit the model's layers, before anything is computed."""
@@ -334,12 +367,16 @@ class CompressionRun:
             return tensor_bytes(ModelDirectory(settings.out))
         if not names:
             raise ConfigError("the model meets the budget without compression; lower the budget")
+        if self._group is not None and not self._group.index:
+            self._group.broadcast_object((source, choice, target))
+            self._others_wait = False
         self.progress.begin("rounding", "layers")
         if settings.is_trained:
             how, report, results = self._pack_trained(source, target)
         else:
             how, report, results = self._round_by_method(source, text, names, formats, target)
         self.progress.end()
+        self._others_wait = True
         if self._group is not None and self._group.index:
             return report.bytes_after
         what = names[0] if len(names) == 1 else f"{len(names)} formats"
@@ -476,6 +513,11 @@ class CompressionRun:
             lines, asdict(before), asdict(after), settings.given(), self._pruned, self._layers, choice, self._notes
         )
         report.write(settings.out)
+
+
+def _forget_ranks() -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
 
 
 def _ignore(done: int, total: int) -> None:

@@ -7,7 +7,8 @@ module with stacked experts is replaced by `SplitExperts`, whose linear layers c
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,24 @@ class SplitExperts(nn.Module):
             delattr(stacked, name)
         # not a submodule: only its activation is used, and the class name would select other rules for experts
         self.__dict__["_stacked"] = stacked
+
+    def experts(self) -> list[nn.ModuleDict]:
+        """Return the layers `gate_proj`, `up_proj` and `down_proj` of each expert."""
+        return [cast(nn.ModuleDict, self.get_submodule(str(number))) for number in range(self.num_experts)]
+
+    @property
+    def gate(self) -> str | Callable[[Tensor], Tensor]:
+        """Activation of gate and up: "silu" or "gelu_tanh"; for others, the function `[rows, 2 * inner]` -> `[rows,
+        inner]` of the stacked module's class."""
+        stacked: Any = self.__dict__["_stacked"]
+        activation = getattr(stacked, "act_fn", None)
+        if type(stacked)._apply_gate.__name__ == "_default_apply_gate":  # act_fn(gate) * up
+            if type(activation).__name__ in ("SiLU", "SiLUActivation"):
+                return "silu"
+            if type(activation).__name__ in ("GELUTanh", "PytorchGELUTanh"):
+                return "gelu_tanh"
+        apply: Callable[[Tensor], Tensor] = stacked._apply_gate
+        return apply
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs.

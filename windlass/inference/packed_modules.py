@@ -18,12 +18,14 @@ from torch import nn
 
 from windlass.base.log import logger
 from windlass.compress.conv1d_layers import make_linear
+from windlass.compress.split_experts import SplitExperts
 from windlass.inference.model_forward import find_device
 from windlass.inference.step_recording import get_recorder
 from windlass.kernels.coded_formats import CodedWeightFormat
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.mapped_bytes import drop_pages, find_pages, record_mapped_parameters
 from windlass.kernels.ordered_formats import ORDER, OrderedWeightFormat, inner_tensors
+from windlass.kernels.packed_experts import PackedExperts
 from windlass.kernels.packed_gemm import (
     PackedPanels,
     join_packed,
@@ -106,6 +108,38 @@ def _bind_later(group: LinearGroup, place: int) -> Callable[[torch.Tensor], torc
 
 
 @dataclass(eq=False)
+class ExpertGroup:
+    """Experts of a layer, whose packed weights are multiplied in one call; see [Note: packed experts].
+
+    Attributes:
+        products: for each expert, gate with up, and down.
+    """
+
+    module: SplitExperts
+    products: list[tuple[LinearGroup, LinearGroup]]
+
+    def __post_init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Use the panels that the groups have now."""
+        self.experts = PackedExperts([(up.panels, down.panels) for up, down in self.products], self.module.gate)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of the chosen experts' outputs, as `SplitExperts.forward` does."""
+        recorder = get_recorder()
+        if recorder is None or self.experts.native(hidden_states.dtype) is None:
+            return self.experts(hidden_states, top_k_index, top_k_weights)
+        inputs = [hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous()]
+        with recorder.paused():
+            out = self.experts(*inputs)
+        recorder.add_native("experts", self.experts, inputs, out)
+        return out
+
+
+@dataclass(eq=False)
 class PanelTable:
     """Embedding that shares its weight with a packed layer, and reads its rows from that layer's panels."""
 
@@ -127,6 +161,7 @@ class PackedModules:
         permanent: True: the layers stay replaced; False: they are replaced only inside of `active`.
         weight_format, activations: as for `pack_modules`.
         tables: embeddings that look up rows of a packed weight.
+        experts: modules whose layers are in `groups`, and are multiplied in one call.
     """
 
     def __init__(
@@ -135,13 +170,17 @@ class PackedModules:
         *,
         permanent: bool = False,
         tables: Sequence[PanelTable] = (),
+        experts: Sequence[ExpertGroup] = (),
         weight_format: str | None = None,
         activations: str = "auto",
     ) -> None:
         self.groups, self._permanent = list(groups), permanent
         self._weight_format, self._activations = weight_format, activations
+        self._forwards: list[tuple[nn.Module, Callable[..., torch.Tensor]]]
         self._forwards = [pair for group in self.groups for pair in zip(group.modules, group.forwards(), strict=True)]
         self._forwards += [(table.module, table.forward) for table in tables]
+        self._forwards += [(one.module, one.forward) for one in experts]
+        self._experts = list(experts)
         if permanent:
             self._replace()
         logger.debug("%d layers read the weights of %d packed products", len(self._forwards), len(self.groups))
@@ -169,6 +208,8 @@ class PackedModules:
         for group in () if self._permanent else self.groups:
             packed = pack_group(group.modules, self._weight_format, self._activations)
             group.panels, group.bias = packed.panels, packed.bias
+        for one in () if self._permanent else self._experts:
+            one.renew()
 
     def begin_forward(self) -> None:
         """Prepare for the next forward of the model; do nothing for weights in memory."""
@@ -228,11 +269,36 @@ def pack_modules(
                 tables += _share_panels(model, group)
                 free_weights(modules)
     packed = PackedModules(
-        groups, permanent=frees_weights, tables=tables, weight_format=weight_format, activations=activations
+        groups,
+        permanent=frees_weights,
+        tables=tables,
+        experts=_find_experts(model, groups),
+        weight_format=weight_format,
+        activations=activations,
     )
     if frees_weights:
         share_parameters(model.parameters())
     return packed
+
+
+def _find_experts(model: nn.Module, groups: Sequence[LinearGroup]) -> list[ExpertGroup]:
+    """Return the experts whose layers have one group for gate and up and one for down, without biases and orders."""
+    of_module = {module: group for group in groups for module in group.modules}
+
+    def find(*modules: nn.Module) -> LinearGroup | None:
+        group = of_module.get(modules[0])
+        plain = group is not None and group.bias is None and group.order is None
+        return group if plain and group is not None and group.modules == list(modules) else None
+
+    found = []
+    for module in model.modules():
+        if isinstance(module, SplitExperts):
+            layers = module.experts()
+            pairs = [(find(one["gate_proj"], one["up_proj"]), find(one["down_proj"])) for one in layers]
+            products = [(up, down) for up, down in pairs if up is not None and down is not None]
+            if len(products) == len(pairs):
+                found.append(ExpertGroup(module, products))
+    return found
 
 
 def _share_panels(model: nn.Module, group: LinearGroup) -> list[PanelTable]:
@@ -360,8 +426,9 @@ def _matrix(module: nn.Module) -> torch.Tensor:
 def find_groups(model: nn.Module, probe: Callable[[], Any], weight_format: str | None) -> list[list[nn.Module]]:
     """Return groups of layers of one format that got the same tensor object in consecutive calls, in call order.
 
-    Three kinds of layers are each a group of one: a layer that runs more than once in a forward, an expert that did not
-    run, and a layer with a format that joins no matrices. Any other layer that did not run is in no group.
+    Gate and up of an expert in `SplitExperts` are a group, even if no token reached the expert. Three kinds of layers
+    are each a group of one: a layer that runs more than once in a forward, another expert that did not run, and a layer
+    with a format that joins no matrices. Any other layer that did not run is in no group.
 
     Args:
         weight_format: format for layers that are not packed yet; None: the dtype of the weights.
@@ -398,7 +465,21 @@ def find_groups(model: nn.Module, probe: Callable[[], Any], weight_format: str |
         elif not any(module in group for group in groups):
             groups.append([module])
         previous = x
-    return groups + [[module] for module in _find_unreached(model, set(times))]
+    unreached = _find_unreached(model, set(times))
+    gates = {
+        layers["gate_proj"]: layers["up_proj"]
+        for one in model.modules()
+        if isinstance(one, SplitExperts)
+        for layers in one.experts()
+    }
+    for module in unreached:
+        up = gates.get(module)
+        like = up is not None and up in unreached and _matrix_kind(module)[1:] == _matrix_kind(up)[1:]
+        if up is not None and like and is_joinable(module):
+            groups.append([module, up])
+        elif not any(module in group for group in groups):
+            groups.append([module])
+    return groups
 
 
 def _find_unreached(model: nn.Module, called: set[nn.Module]) -> list[nn.Module]:

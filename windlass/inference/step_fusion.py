@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 
 from windlass.inference.step_recording import Affine, AffineInt, Operator, Recording, StorageKey, TensorRef, references
+from windlass.kernels.packed_gemm import pack_weight
 
+_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_SMALL_MATRIX = 1 << 22  # elements
 _ACTIVATIONS = {"aten.silu.default": "silu", "aten.gelu.default": "gelu_tanh"}
 
 
@@ -58,10 +62,11 @@ class GateCall:
 def fuse(recording: Recording) -> Recording:
     """Return a recording with the same result and fewer operators.
 
-    Constants are folded; norms, rotations and gates are fused; operators that the result does not need are removed.
+    Constants are folded; products with small constants are packed; norms, rotations and gates are fused; operators that
+    the result does not need are removed.
     """
     recording = _fold_constants(recording)
-    recording = _drop_unused(recording)
+    recording = _pack_products(_drop_unused(recording))
     for fusion in (_fuse_norms, _fuse_rotations, _fuse_gates):
         recording = _drop_unused(fusion(recording))
     return recording
@@ -103,6 +108,25 @@ class _Uses:
     def consumers(self, ref: TensorRef | None) -> list[Operator]:
         """Return the operators that read the tensor's storage."""
         return [] if ref is None else self._consumers.get(ref.storage, [])
+
+
+def _pack_products(recording: Recording) -> Recording:
+    """Replace products with small constant matrices, e.g. of routers, by packed ones: a row of torch's product may have
+    other bits in another batch. The constant stays in memory."""
+
+    def pack(operator: Operator) -> Operator:
+        x, weight = operator.inputs
+        constant = recording.constants.get(weight.storage[1]) if weight.storage[0] == "constant" else None
+        sizes, strides = [size[0] for size in weight.size], [stride[0] for stride in weight.stride]
+        transposed = strides == [1, sizes[0]] and math.prod(sizes) <= _SMALL_MATRIX
+        rows = x.size[-1] == (sizes[0], 0, 0) and [stride[0] for stride in x.stride] == [sizes[0], 1]
+        if constant is None or not transposed or not rows or {x.dtype, weight.dtype} - set(_FORMATS):
+            return operator
+        matrix = constant.detach().as_strided(sizes[::-1], strides[::-1], weight.offset[0])
+        return replace(operator, name="linear", target=(pack_weight(matrix, _FORMATS[weight.dtype]), None), inputs=[x])
+
+    operators = [pack(one) if one.name == "aten.mm.default" else one for one in recording.operators]
+    return replace(recording, operators=operators)
 
 
 def _fold_constants(recording: Recording) -> Recording:

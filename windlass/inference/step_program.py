@@ -33,14 +33,15 @@ from windlass.inference.step_recording import (
     unify,
 )
 from windlass.inference.widened_products import fast_operator
+from windlass.kernels.fused_layers import ACTIVATION_CODES
 from windlass.kernels.inference_path import get_inference_path
 from windlass.kernels.kernel_dispatch import REFERENCE_PATH
+from windlass.kernels.packed_experts import PackedExperts
 from windlass.kernels.packed_gemm import PackedPanels
 
 _SIZES = ((5, 3), (7, 3), (5, 4), (9, 5))  # numbers of tokens and of rows of logits in each recording
 _RECORDED_IDS = 16  # largest number of different token ids in a recording
 _KEPT = 128  # maximum number of batch sizes with stored calls; the least recently used are dropped
-_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 _POSITIONS: StorageKey = ("input", 1)
 # Operators whose result for a token depends on that token alone, if `cat` joins the last dimension.
 _TABULATED = frozenset(
@@ -108,7 +109,7 @@ class StepProgram:
         path = get_inference_path()
         if path.module is None:
             raise NotRecordableError("there are no native kernels")
-        if not hasattr(getattr(path.module, "StepProgram", None), "add_foreign_product"):
+        if not hasattr(getattr(path.module, "StepProgram", None), "add_experts"):
             raise NotRecordableError("the native kernels were built from older sources; install windlass again")
         self._native, self._set = path.module, path.number
         self.max_tokens = max(max_tokens, 1)
@@ -246,6 +247,8 @@ class StepProgram:
                 calls.append(self._rotary(operator, binder, tokens))
             elif operator.name == "gate":
                 calls.append(self._gate(operator, binder))
+            elif operator.name == "experts":
+                calls.append(self._experts(operator, binder))
             else:
                 calls += _aten_calls(operator, binder)
         assert self._recording.result is not None
@@ -392,7 +395,7 @@ class StepProgram:
             self._native.gated_activation,
             (
                 self._set,
-                _ACTIVATION_CODES[call.activation],
+                ACTIVATION_CODES[call.activation],
                 gate.data_ptr(),
                 out.data_ptr(),
                 gate.dtype == torch.bfloat16,
@@ -402,6 +405,12 @@ class StepProgram:
             ),
             {},
         )
+
+    def _experts(self, operator: Operator, binder: _Binder) -> Call:
+        x, index, weights = (binder.tensor(ref) for ref in operator.inputs)
+        out, is_bf16 = binder.tensor(operator.outputs[0]), weights.dtype == torch.bfloat16
+        addresses = (x.data_ptr(), index.data_ptr(), weights.data_ptr(), is_bf16, out.data_ptr())
+        return operator.target.native(x.dtype).run, (*addresses, *index.shape, torch.get_num_threads()), {}
 
     def _attention(self, operator: Operator, binder: _Binder, tokens: int, sequences: int) -> list[Call]:
         call = operator.target
@@ -500,6 +509,7 @@ class _NativeRun:
             "rms_norm": self._add_norm,
             "rotary": self._add_rotary,
             "gate": self._add_gate,
+            "experts": self._add_experts,
             "attention": self._add_attention,
             "aten.add.Tensor": self._add_sum,
             "aten.embedding.default": self._add_embedding,
@@ -593,8 +603,27 @@ class _NativeRun:
         out, address = self._rows(target, call.features), self._address(source)
         if out is None or address is None or source.dtype != target.dtype:
             return False
-        code, is_bf16 = _ACTIVATION_CODES[call.activation], source.dtype == torch.bfloat16
+        code, is_bf16 = ACTIVATION_CODES[call.activation], source.dtype == torch.bfloat16
         self._native.add_gated_activation(code, address, out[0], is_bf16, out[1], call.features)
+        return True
+
+    def _add_experts(self, operator: Operator) -> bool:
+        experts, (source, index, weights), target = operator.target, operator.inputs, operator.outputs[0]
+        assert isinstance(experts, PackedExperts) and target is not None
+        chosen, dtype = index.size[-1][0], source.dtype
+        x, out, factors = (
+            self._rows(source, experts.features),
+            self._rows(target, experts.features),
+            self._rows(weights, chosen),
+        )
+        choices = _count_elements(index)
+        if x is None or out is None or factors is None or choices is None or index.offset[1:] != (0, 0):
+            return False
+        if len({x[1], out[1], factors[1], (choices[0] // chosen, choices[1] // chosen)}) > 1 or dtype != target.dtype:
+            return False
+        self._native.add_experts(
+            experts.native(dtype), x[0], self._place(index), factors[0], weights.dtype == torch.bfloat16, *out, chosen
+        )
         return True
 
     def _add_sum(self, operator: Operator) -> bool:

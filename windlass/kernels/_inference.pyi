@@ -96,6 +96,16 @@ def gated_activation(
 ) -> None: ...
 def read_memory(instruction_set: int, address: int, bytes: int, threads: int) -> int: ...
 
+class Experts:
+    def __init__(self, instruction_set: int, activation: int, features: int, inner: int, is_bf16: bool) -> None: ...
+    def add_linear(
+        self, code: int, panels: int, outputs: int, features: int, scales: int, rounds_inputs: bool
+    ) -> None: ...
+    def add_foreign_product(self, product: int, weight: int, outputs: int, features: int) -> None: ...
+    def run(
+        self, x: int, index: int, weights: int, are_bf16: bool, out: int, tokens: int, chosen: int, threads: int
+    ) -> None: ...
+
 class StepProgram:
     def __init__(self, instruction_set: int) -> None: ...
     def add_linear(
@@ -152,6 +162,17 @@ class StepProgram:
         count: tuple[int, int],
     ) -> None: ...
     def add_sum(self, a: int, b: int, out: int, is_bf16: bool, count: tuple[int, int]) -> None: ...
+    def add_experts(
+        self,
+        experts: Experts,
+        x: int,
+        index: int,
+        weights: int,
+        are_bf16: bool,
+        out: int,
+        count: tuple[int, int],
+        chosen: int,
+    ) -> None: ...
     def add_attention(
         self,
         cache: Cache,

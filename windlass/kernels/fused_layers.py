@@ -13,7 +13,7 @@ from windlass.base.errors import ModelError
 from windlass.kernels.inference_path import get_inference_path, tensor_address
 
 LAYER_DTYPES = (torch.float32, torch.bfloat16)
-_ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
+ACTIVATION_CODES = {"silu": 0, "gelu_tanh": 1}
 
 
 def rms_norm(
@@ -138,8 +138,8 @@ def gated_activation(gate_up: torch.Tensor, activation: str = "silu", *, path: s
         ModelError: the dtype is not supported, the last dimension is odd, or there is no such activation.
     """
     _check_dtype("input of the activation", gate_up)
-    if activation not in _ACTIVATION_CODES:
-        raise ModelError(f"there is no activation {activation!r}; use one of {', '.join(_ACTIVATION_CODES)}")
+    if activation not in ACTIVATION_CODES:
+        raise ModelError(f"there is no activation {activation!r}; use one of {', '.join(ACTIVATION_CODES)}")
     if gate_up.shape[-1] % 2:
         raise ModelError(f"gate and up of shape {tuple(gate_up.shape)} are not halves; join two matrices of one size")
     features = gate_up.shape[-1] // 2
@@ -152,7 +152,7 @@ def gated_activation(gate_up: torch.Tensor, activation: str = "silu", *, path: s
     out = torch.empty((*gate_up.shape[:-1], features), dtype=gate_up.dtype)
     chosen.module.gated_activation(
         chosen.number,
-        _ACTIVATION_CODES[activation],
+        ACTIVATION_CODES[activation],
         tensor_address("input of the activation", gate_up),
         out.data_ptr(),
         gate_up.dtype == torch.bfloat16,

@@ -442,6 +442,162 @@ void draw_tokens(int set, std::uint64_t scores, std::int64_t rows, std::int64_t 
     });
 }
 
+float float_of(const void* from, std::int64_t at, bool is_bf16) {
+    if (!is_bf16) return static_cast<const float*>(from)[at];
+    const std::uint32_t bits = std::uint32_t{static_cast<const std::uint16_t*>(from)[at]} << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Rounds to bf16, to nearest, ties to even.
+std::uint16_t bf16_of(float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    if (value != value) return 0x7fc0;
+    return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Feed-forward experts of one layer: out[t] = sum over c of weights[t, c] * down(activation(gate) * up) with
+// (gate, up) = gate_up(x[t]), of the experts index[t, c]. Numbers of no expert are left out. The sum is float32, in the
+// order of the experts' numbers, and rounded once: it does not depend on other tokens.
+class Experts {
+   public:
+    Experts(int set, int activation, std::int64_t features, std::int64_t inner, bool is_bf16)
+        : set_(set), features_(features), inner_(inner), is_bf16_(is_bf16), activation_(static_cast<Activation>(activation)) {
+        set_at(set);
+        refuse(activation < 0 || activation > static_cast<int>(Activation::gelu_tanh), "there is no such activation");
+        refuse(features <= 0 || inner <= 0, "experts need sizes above 0");
+    }
+
+    // Adds the next product: gate and up of the first expert as one, down of the first expert, gate and up of the second.
+    void add_linear(int code, std::uint64_t panels, std::int64_t outputs, std::int64_t features, std::uint64_t scales,
+                    bool rounds_inputs) {
+        check_sizes(outputs, features);
+        products_.push_back([=, set = set_, is_bf16 = is_bf16_](const void* x, void* y, std::int64_t rows, int threads) {
+            linear(set, code, panels, outputs, features, scales, 0, reinterpret_cast<std::uint64_t>(x),
+                   reinterpret_cast<std::uint64_t>(y), rows, is_bf16, threads, rounds_inputs);
+        });
+    }
+
+    // `product` is the address of a ForeignProduct; `weight` that of its weight, which must outlive the experts.
+    void add_foreign_product(std::uint64_t product, std::uint64_t weight, std::int64_t outputs, std::int64_t features) {
+        check_sizes(outputs, features);
+        refuse(product == 0 || weight == 0, "a product needs addresses");
+        products_.push_back([=](const void* x, void* y, std::int64_t rows, int threads) {
+            reinterpret_cast<ForeignProduct>(product)(reinterpret_cast<const void*>(weight), x, y, rows, threads,
+                                                      run_parallel);
+        });
+    }
+
+    // x, out: [tokens, features]; index: int64 [tokens, chosen]; weights: float32 or bf16 [tokens, chosen].
+    void run(std::uint64_t x, std::uint64_t index, std::uint64_t weights, bool are_bf16, std::uint64_t out,
+             std::int64_t tokens, std::int64_t chosen, int threads) const {
+        refuse(x == 0 || index == 0 || weights == 0 || out == 0, "experts need addresses");
+        refuse(tokens <= 0 || chosen <= 0 || threads <= 0, "experts need sizes and threads above 0");
+        refuse(products_.empty() || products_.size() % 2 != 0, "each expert needs two products");
+        static thread_local std::vector<std::int64_t> kept_ends, kept_pairs;
+        std::vector<std::int64_t>&ends = kept_ends, &pairs = kept_pairs;
+        const auto* numbers = reinterpret_cast<const std::int64_t*>(index);
+        sort_pairs(numbers, tokens * chosen, ends, pairs);
+
+        static thread_local Scratch sums_memory, rows_memory;
+        float* sums = reinterpret_cast<float*>(out);
+        if (is_bf16_) sums = reinterpret_cast<float*>(sums_memory.get(tokens * features_ * 4));
+        std::fill(sums, sums + tokens * features_, 0.0f);
+        const std::int64_t width = is_bf16_ ? 2 : 4;
+        std::int64_t most = 0;
+        for (std::size_t expert = 0; expert + 1 < ends.size(); ++expert) {
+            most = std::max(most, std::min(ends[expert + 1] - ends[expert], kExpertRows));
+        }
+        const auto lines = [&](std::int64_t row_features) { return (most * row_features * width + 63) / 64 * 64; };
+        char* gathered = rows_memory.get(2 * lines(features_) + lines(2 * inner_) + lines(inner_));
+        char* found = gathered + lines(features_);
+        char* gate_up = found + lines(features_);
+        char* active = gate_up + lines(2 * inner_);
+        const InferenceSet& set = set_at(set_);
+        for (std::size_t expert = 0; expert + 1 < ends.size(); ++expert) {
+            for (std::int64_t first = ends[expert]; first < ends[expert + 1]; first += kExpertRows) {
+                const std::int64_t rows = std::min(kExpertRows, ends[expert + 1] - first);
+                const std::int64_t* part = pairs.data() + first;
+                over_rows(rows, features_, threads, [&](std::int64_t begin, std::int64_t end) {
+                    for (std::int64_t i = begin; i < end; ++i) {
+                        std::memcpy(gathered + i * features_ * width,
+                                    reinterpret_cast<const char*>(x) + part[i] / chosen * features_ * width,
+                                    features_ * width);
+                    }
+                });
+                products_[2 * expert](gathered, gate_up, rows, threads);
+                const GateJob job{gate_up, active, is_bf16_, inner_, activation_};
+                over_rows(rows, 4 * inner_, threads,
+                          [&](std::int64_t begin, std::int64_t end) { set.gate_rows(job, begin, end); });
+                products_[2 * expert + 1](active, found, rows, threads);
+                add_rows(found, reinterpret_cast<const void*>(weights), are_bf16, part, rows, chosen, sums, threads);
+            }
+        }
+        if (!is_bf16_) return;
+        auto* rounded = reinterpret_cast<std::uint16_t*>(out);
+        over_rows(tokens, features_, threads, [&](std::int64_t begin, std::int64_t end) {
+            for (std::int64_t i = begin * features_; i < end * features_; ++i) rounded[i] = bf16_of(sums[i]);
+        });
+    }
+
+   private:
+    static constexpr std::int64_t kExpertRows = 240;  // rows of an expert computed at once: bounds the memory of prompts
+
+    void check_sizes(std::int64_t outputs, std::int64_t features) const {
+        const bool is_first = products_.size() % 2 == 0;
+        refuse(outputs != (is_first ? 2 * inner_ : features_) || features != (is_first ? features_ : inner_),
+               "a product of an expert has other sizes");
+    }
+
+    // Sorts pairs of a token and a choice by expert, stably. The pairs of expert e are pairs[ends[e]] to
+    // pairs[ends[e + 1] - 1].
+    void sort_pairs(const std::int64_t* numbers, std::int64_t count, std::vector<std::int64_t>& ends,
+                    std::vector<std::int64_t>& pairs) const {
+        const auto experts = static_cast<std::int64_t>(products_.size()) / 2;
+        const auto exists = [&](std::int64_t i) { return numbers[i] >= 0 && numbers[i] < experts; };
+        ends.assign(experts + 1, 0);
+        for (std::int64_t i = 0; i < count; ++i) {
+            if (exists(i)) ++ends[numbers[i] + 1];
+        }
+        for (std::int64_t expert = 0; expert < experts; ++expert) ends[expert + 1] += ends[expert];
+        pairs.resize(count);
+        std::vector<std::int64_t> next(ends.begin(), ends.end() - 1);
+        for (std::int64_t i = 0; i < count; ++i) {
+            if (exists(i)) pairs[next[numbers[i]]++] = i;
+        }
+    }
+
+    // Threads divide the features, so that two choices of one expert by one token are added in order.
+    void add_rows(const char* found, const void* weights, bool are_bf16, const std::int64_t* pairs, std::int64_t rows,
+                  std::int64_t chosen, float* sums, int threads) const {
+        over_rows((features_ + 63) / 64, rows * 64, threads, [&](std::int64_t begin, std::int64_t end) {
+            const std::int64_t last = std::min(end * 64, features_);
+            for (std::int64_t i = 0; i < rows; ++i) {
+                const float weight = float_of(weights, pairs[i], are_bf16);
+                float* to = sums + pairs[i] / chosen * features_;
+                if (is_bf16_) {
+                    for (std::int64_t at = begin * 64; at < last; ++at) {
+                        to[at] += weight * float_of(found, i * features_ + at, true);
+                    }
+                } else {
+                    const float* from = reinterpret_cast<const float*>(found) + i * features_;
+                    for (std::int64_t at = begin * 64; at < last; ++at) to[at] += weight * from[at];
+                }
+            }
+        });
+    }
+
+    using RowProduct = std::function<void(const void* x, void* y, std::int64_t rows, int threads)>;
+
+    const int set_;
+    const std::int64_t features_, inner_;
+    const bool is_bf16_;
+    const Activation activation_;
+    std::vector<RowProduct> products_;
+};
+
 // Sum of elements, with the bits of a + b in the arrays' own dtype.
 void add_arrays(const InferenceSet& chosen, const AddJob& job, std::int64_t elements, int threads) {
     const std::int64_t parts = elements < kSerialElements ? 1 : threads;
@@ -630,6 +786,17 @@ class StepProgram {
         });
     }
 
+    // `experts` must outlive the program. The count is that of the tokens; each has `chosen` experts.
+    void add_experts(const Experts& experts, std::uint64_t x, std::uint64_t index, std::uint64_t weights, bool are_bf16,
+                     std::uint64_t out, Count count, std::int64_t chosen) {
+        refuse(x == 0 || index == 0 || weights == 0 || out == 0 || chosen <= 0, "experts need addresses and choices");
+        add([=, &experts](const Sizes& sizes) {
+            if (const std::int64_t tokens = sizes.of(count)) {
+                experts.run(x, index, weights, are_bf16, out, tokens, chosen, sizes.threads);
+            }
+        });
+    }
+
     // Stores keys and values of the tokens, and attends to those of their sequences.
     void add_attention(const CacheOfLayer& cache, std::uint64_t query, std::int64_t query_stride, std::uint64_t key,
                        std::int64_t key_stride, std::uint64_t value, std::int64_t value_stride, std::uint64_t out,
@@ -741,6 +908,15 @@ NB_MODULE(_inference, module) {
     module.def("read_memory", windlass::read_memory, "instruction_set"_a, "address"_a, "bytes"_a, "threads"_a, WithoutGil());
     module.def("linear", windlass::linear, "instruction_set"_a, "code"_a, "panels"_a, "outputs"_a, "features"_a,
                "scales"_a, "bias"_a, "x"_a, "y"_a, "rows"_a, "is_bf16"_a, "threads"_a, "rounds_inputs"_a, WithoutGil());
+    using windlass::Experts;
+    nb::class_<Experts>(module, "Experts")
+        .def(nb::init<int, int, std::int64_t, std::int64_t, bool>(), "instruction_set"_a, "activation"_a, "features"_a,
+             "inner"_a, "is_bf16"_a)
+        .def("add_linear", &Experts::add_linear, "code"_a, "panels"_a, "outputs"_a, "features"_a, "scales"_a,
+             "rounds_inputs"_a)
+        .def("add_foreign_product", &Experts::add_foreign_product, "product"_a, "weight"_a, "outputs"_a, "features"_a)
+        .def("run", &Experts::run, "x"_a, "index"_a, "weights"_a, "are_bf16"_a, "out"_a, "tokens"_a, "chosen"_a,
+             "threads"_a, WithoutGil());
     nb::class_<StepProgram>(module, "StepProgram")
         .def(nb::init<int>(), "instruction_set"_a)
         .def("add_linear", &StepProgram::add_linear, "code"_a, "panels"_a, "outputs"_a, "features"_a, "scales"_a,
@@ -756,6 +932,8 @@ NB_MODULE(_inference, module) {
         .def("add_gather", &StepProgram::add_gather, "table"_a, "row_bytes"_a, "table_rows"_a, "more_rows"_a, "index"_a,
              "out"_a, "count"_a)
         .def("add_sum", &StepProgram::add_sum, "a"_a, "b"_a, "out"_a, "is_bf16"_a, "count"_a)
+        .def("add_experts", &StepProgram::add_experts, "experts"_a, "x"_a, "index"_a, "weights"_a, "are_bf16"_a,
+             "out"_a, "count"_a, "chosen"_a)
         .def("add_attention", &StepProgram::add_attention, "cache"_a, "query"_a, "query_stride"_a, "key"_a,
              "key_stride"_a, "value"_a, "value_stride"_a, "out"_a, "is_bf16"_a, "heads"_a, "slots"_a, "block_table"_a,
              "table_stride"_a, "query_start"_a, "context_lengths"_a, "scaling"_a, "softcap"_a, "window"_a, "chunk"_a,
