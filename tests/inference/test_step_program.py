@@ -87,6 +87,15 @@ def test_packed_experts_are_recorded_as_one_operator(name: str, form: str, tmp_p
         assert_greedy(load_packed_model(tmp_path / "packed"), outputs)
 
 
+def test_rounded_inputs_of_routed_experts_are_no_difference(tmp_path: Path) -> None:
+    """Inputs rounded to int8 change the experts of tokens whose scores are nearly equal."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4, "num_local_experts": 8}
+    build("mixtral", **sizes, tie_word_embeddings=False).eval().save_pretrained(tmp_path / "a")
+    write_packed_directory(tmp_path / "a", tmp_path / "packed", "int4_g32", head=True)
+    with LLM(tmp_path / "packed", max_tokens_per_step=64, skip_tokenizer_init=True) as llm:
+        assert llm.engine.runner.program is not None
+
+
 @pytest.mark.parametrize(
     ("weights", "activations"),
     [

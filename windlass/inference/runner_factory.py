@@ -12,6 +12,7 @@ from torch import nn
 
 from windlass.base.errors import CommunicationError, ConfigError, ModelError, StorageError, WindlassError
 from windlass.base.log import logger
+from windlass.compress.split_experts import SplitExperts
 from windlass.inference.decode_graphs import CudaGraphCapture
 from windlass.inference.engine_options import EngineOptions
 from windlass.inference.model_forward import CausalForward, find_device, run_probe
@@ -92,8 +93,10 @@ def make_runner(
     if ranks is not None and link is not None:
         ranks.on_close(link.drop_transfers)
     forward = CausalForward(model) if link is None else StageForward(link)
-    # A format of few bits changes logits more than an error of a runner would, so the packed model is the reference.
-    coarse = options.weights is not None and options.weights not in _FINE
+    # A format of few bits changes logits more than an error of a runner would, so the packed model is the reference. So
+    # do rounded inputs in a mixture of experts: the router of a token with nearly equal scores takes another expert.
+    routes = owned and streamed is None and any(isinstance(one, SplitExperts) for one in model.modules())
+    coarse = options.weights is not None and options.weights not in _FINE or routes and options.activations != "float"
     plain = PlainLogits(model, longest, forward, streamed) if options.check_at_load and not coarse else None
     if ranks is not None and shards:
         if options.weights is not None and owned:
